@@ -1,0 +1,94 @@
+"""How many environment steps a second, with random available actions and autoreset: every step counted is a running match's.
+
+    python benchmarks/env_throughput.py                          all environments on the CPU, and on the GPU if there is one
+    python benchmarks/env_throughput.py --ids 3m 8m --matches 4096 65536 --devices cuda
+
+On CUDA the steps are captured in a graph, as training uses them. One match alone is timed without a policy.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+import tyro
+
+import envs
+
+
+@dataclass
+class Args:
+    ids: list[str] = field(default_factory=envs.list_ids)
+    """environments to time"""
+    matches: list[int] = field(default_factory=list)
+    """batch sizes (default: 1 and 1024 on the CPU; 4096, 16384 and 65536 on CUDA)"""
+    devices: list[str] = field(default_factory=lambda: ["cpu"] + ["cuda"] * torch.cuda.is_available())
+    """cpu, cuda"""
+    seconds: float = 1.0
+    """how long to time each row"""
+    options: dict[str, bool] = field(default_factory=dict)
+    """options of the environments, such as obs_last_action True"""
+
+
+STEPS = 32  # in one CUDA graph
+
+
+def synchronize(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def throughput(env_id, matches, device, seconds, options):
+    """(steps a second, seconds to the first step's end)"""
+    started = time.perf_counter()
+    env = envs.make(env_id, num_envs=matches, device=device, autoreset=True, check=False, **options)
+    env.reset()
+
+    def step():
+        env.step(env.scripted_actions("random"))
+
+    step()
+    synchronize(device)
+    first = time.perf_counter() - started
+    for _ in range(env.episode_limit // 2):  # a batch that started together spreads out
+        step()
+
+    if device == "cpu" and matches == 1:
+        actions = env.scripted_actions("hold").clone()
+
+        def run():
+            for _ in range(STEPS):
+                env.step(actions)
+    elif device == "cpu":
+
+        def run():
+            for _ in range(STEPS):
+                step()
+    else:
+        graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step()
+        synchronize(device)
+        with torch.cuda.graph(graph):
+            for _ in range(STEPS):
+                step()
+        run = graph.replay
+    run()
+    synchronize(device)
+    rounds, started = 0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        run()
+        synchronize(device)
+        rounds += 1
+    return rounds * STEPS * matches / (time.perf_counter() - started), first
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    print(f"{'environment':18} {'device':6} {'matches':>8} {'steps/s':>14} {'us a step':>10} {'first s':>8}")
+    for device in args.devices:
+        sizes = args.matches or ([1, 1024] if device == "cpu" else [4096, 16384, 65536])
+        for env_id in args.ids:
+            for matches in sizes:
+                rate, first = throughput(env_id, matches, device, args.seconds, args.options)
+                print(f"{env_id:18} {device:6} {matches:8} {rate:14,.0f} {matches / rate * 1e6:10.1f} {first:8.1f}", flush=True)

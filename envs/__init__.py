@@ -1,0 +1,52 @@
+"""Environments for thousands of matches at a time, on the CPU or on CUDA, with torch tensors in and out.
+
+    env = envs.make("8m", num_envs=1024)
+    obs, info = env.reset()
+    obs, reward, terminated, truncated, info = env.step(env.scripted_actions("nearest"))
+
+Everything returned is a tensor on the environment's device that the next call overwrites: clone what you keep.
+"""
+
+import inspect
+
+import torch
+
+from envs.battle import Battle
+from envs.battle_data import MAPS
+
+__all__ = ["list_ids", "make"]
+
+
+def list_ids():
+    """Every id that `make` takes."""
+    return list(MAPS)
+
+
+def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, **options):
+    """A batch of `num_envs` matches of one environment; the options are those of its class."""
+    if env_id not in MAPS:
+        raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())}")
+    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
+        raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
+    allowed = [
+        name
+        for name, parameter in inspect.signature(Battle.__init__).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]
+    for name in options:
+        if name not in allowed:
+            raise ValueError(f"{env_id} has no option {name!r}: one of {', '.join(allowed)}")
+    return Battle(env_id, num_envs, _device(device), seed, n_agents, **options)
+
+
+def _device(name):
+    available = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is not None and device.type == "cuda" and device.index is None and len(available) > 1:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device is None or (device.type != "cpu" and str(device) not in available):
+        raise ValueError(f"there is no device {name!r} here: one of {', '.join(available)}")
+    return device
