@@ -6,7 +6,7 @@ reads only what the phase before it wrote, so that no order of units favours any
     decide   pick a target, fire or heal if it is in range, else say where one wants to go
     clash    take the damage of the shots fired, then move, keeping apart from the others
 
-Arrays are indexed by match m, field and unit u (allies first, then enemies): `g.real[m, HEALTH, u]`. docs/battles.md
+Arrays are indexed by field, match m and unit u (allies first, then enemies): `g.real[HEALTH, m, u]`. docs/battles.md
 has the rules in words.
 """
 
@@ -19,18 +19,21 @@ import torch
 
 from envs import paths, vector
 from envs.battle_data import MAPS, TERRAINS, TYPES, UNITS
-from envs.vector import barrier, draw, root, scalar, uniform
+from envs.vector import barrier, draw, lowest_bit, root, scalar, uniform
 
 F32 = np.float32
 
-# ---- the fields of a unit: real[m, field, u] ----
-REAL = ("X", "Y", "NEXT_X", "NEXT_Y", "HEALTH", "SHIELD", "COOLDOWN", "ENERGY", "HURT_AT", "WANT_X", "WANT_Y", "SOLID",
-        "GOAL_X", "GOAL_Y", "HEALING", "BEFORE")  # fmt: skip
-X, Y, NEXT_X, NEXT_Y, HEALTH, SHIELD, COOLDOWN, ENERGY, HURT_AT, WANT_X, WANT_Y, SOLID, GOAL_X, GOAL_Y, HEALING, BEFORE = (
-    range(len(REAL))
-)  # HURT_AT: the loop of the last damage; SOLID: the room it takes on the ground; BEFORE: health and shield at the step's start
-WHOLE = ("TARGET", "ORDER", "SHOT", "PROVOKED", "SHOOTER", "FUSE", "LAST_ACTION")
-TARGET, ORDER, SHOT, PROVOKED, SHOOTER, FUSE, LAST_ACTION = range(len(WHOLE))  # FUSE: explodes in the next loop
+# ---- the fields of a unit: real[field, m, u] and whole[field, m, u]; those behind the bar matter only within a step ----
+REAL = ("X", "Y", "HEALTH", "SHIELD", "COOLDOWN", "ENERGY", "HURT_AT", "GOAL_X", "GOAL_Y", "BEFORE",
+        "NEXT_X", "NEXT_Y", "WANT_X", "WANT_Y", "SOLID", "HEALING")  # fmt: skip
+(X, Y, HEALTH, SHIELD, COOLDOWN, ENERGY, HURT_AT, GOAL_X, GOAL_Y, BEFORE,
+ NEXT_X, NEXT_Y, WANT_X, WANT_Y, SOLID, HEALING) = range(len(REAL))  # fmt: skip
+KEPT_REAL = NEXT_X
+# HURT_AT: the loop of the last damage; SOLID: the room it takes on the ground; BEFORE: health and shield at the step's start
+WHOLE = ("TARGET", "ORDER", "PROVOKED", "SHOOTER", "FUSE", "DETOUR", "LAST_ACTION", "SHOT")
+TARGET, ORDER, PROVOKED, SHOOTER, FUSE, DETOUR, LAST_ACTION, SHOT = range(len(WHOLE))
+KEPT_WHOLE = SHOT
+# FUSE: explodes in the next loop; DETOUR: loops still to walk sideways, left or (negative) right
 # ---- of a match: match[m, field] ----
 MATCH = ("KEY", "EPISODE", "STEP", "STAGE")
 KEY, EPISODE, STEP, STAGE = range(len(MATCH))
@@ -45,7 +48,7 @@ STAT = ("RADIUS", "SEPARATION", "RANGE", "SCAN", "SPEED", "PERIOD", "DAMAGE", "H
  SPAWN_X, SPAWN_Y, GROUP, ORDER_X, ORDER_Y, SPAN_X, SPAN_Y) = range(len(STAT))  # fmt: skip
 
 STAY, GO, ENGAGE, FIGHT = range(4)  # orders: stand, walk to GOAL, attack or heal TARGET, behave as the enemy does
-NOTHING, FIRED, HEALED, EXPLODED = range(4)  # what a unit's SHOT was in this loop
+NOTHING, HEALED, EXPLODED, SWEPT = 0, -1, -2, -3  # what a unit's SHOT was in this loop; 1 + v: a hit on unit v alone
 SINGLE, LINE, BLAST = range(3)  # splash shapes
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)  # actions; ATTACK + j is enemy (or patient) j
 
@@ -55,7 +58,7 @@ SIGHT, SHOOT = F32(9), F32(6)  # SMAC's, from centre to centre, for every unit
 MOVE = F32(2)  # how far ahead a move action points; SMAC asks whether half of it is free
 SCAN_AT_LEAST = 5.0
 ZERO, HALF, ONE, THREE = F32(0), F32(0.5), F32(1), F32(3)
-FAR = F32(1e9)
+FAR, TINY = F32(1e9), F32(1e-6)
 SHIELD_DELAY, SHIELD_REGENERATION = F32(10 * LOOPS_PER_SECOND), F32(2 / LOOPS_PER_SECOND)
 HEAL_RATE, HEALTH_PER_ENERGY = F32(9 / LOOPS_PER_SECOND), F32(3)
 ENERGY_START, ENERGY_MAX, ENERGY_REGENERATION = F32(50), F32(200), F32(0.5625 / LOOPS_PER_SECOND)
@@ -63,53 +66,58 @@ DELAY_LEAST, DELAY_SPREAD = F32(-1), F32(3)  # loops added at random to every at
 BLAST_RADIUS = F32(2.2)
 LINE_ACROSS, LINE_DEEP = F32(2.8 / 2), F32(0.3 / 2)
 FOLLOW = F32(2)  # a Medivac with nobody to heal keeps this near to the nearest friend
+BLOCKED = F32(0.3)  # who gets on by less than this part of a step goes sideways for a while
+DETOUR_LOOPS = 6
+BITS = 62  # units in one mask
 SPAWN_SHIFT = F32(0.1)
 FOR_SPAWN, FOR_ORDER, FOR_DELAY, FOR_SIDESTEP, FOR_ACTION = range(5)  # what a random number is for
 
-# ---- the columns of observation and state: layout[column] = (whose, which one, what, argument) ----
-SELF, ENEMY, FRIEND, ANY = range(4)
-(AVAILABLE, WALKABLE_AT, HEIGHT_AT, SEEN, DISTANCE, OFFSET_X, OFFSET_Y, PART_HEALTH, PART_SHIELD, IS_TYPE, LAST_WAS, TIME,
- CHARGE, PLACE_X, PLACE_Y) = range(15)  # fmt: skip
 POINTS = ((0, 4), (0, -4), (4, 0), (-4, 0), (2, 2), (-2, -2), (2, -2), (-2, 2), (0, 0))  # where pathing and height are read
 
-PLAY, RESTART, LOOK = range(3)  # what a batch can be told to do
+PLAY, RESTART, LOOK, SCORE = range(4)  # what a batch can be told to do
 
-# ---- what never changes about a match: rule[field], value[field] ----
-RULE = ("ALLIES", "UNITS", "WIDTH", "HEIGHT", "OPEN_GROUND", "HEALERS", "MEDIVACS_DO_NOT_COUNT", "AUTO_ALLIES", "AUTORESET",
-        "LIMIT", "STATE_IS_OBS", "SPARSE", "ONLY_POSITIVE")  # fmt: skip
-(ALLIES, UNITS_IN_ALL, WIDTH, HEIGHT, OPEN_GROUND, HEALERS, MEDIVACS_DO_NOT_COUNT, AUTO_ALLIES, AUTORESET, LIMIT, STATE_IS_OBS,
- SPARSE, ONLY_POSITIVE) = range(len(RULE))  # fmt: skip
-VALUE = ("NEAR", "WIN", "DEFEAT", "DEATH", "NEGATIVE_SCALE", "SCALE")
-NEAR, WIN, DEFEAT, DEATH, NEGATIVE_SCALE, SCALE = range(len(VALUE))
-
-SIMULATION = ("real", "whole", "match", "stat", "rule", "value", "ground", "waypoints")
+# ---- what never changes about a match ----
+Rule = namedtuple(
+    "Rule",
+    "allies units actions width height limit autoreset auto_allies medivacs_do_not_count "
+    "open_ground healers fliers splash near "  # what need not be asked on maps without; how near others matter to a mover
+    "sparse only_positive win defeat death negative_scale scale "
+    "ally_shield enemy_shield types last_action pathing_grid terrain_height obs_time state_actions state_time state_is_obs "
+    "enemies_at enemy_width friends_at friend_width self_at obs_dim state_dim state_units",  # columns
+)
+World = namedtuple("World", "real whole match stat line ground waypoints rule")  # all that the rules need: the `g` below
 OUTPUTS = ("obs", "state", "avail", "alive", "reward", "terminated", "truncated", "won", "final_obs", "final_state", "final_avail")
-World = namedtuple("World", SIMULATION)  # all that the rules need: the `g` of the functions below
-Game = namedtuple("Game", (*SIMULATION, *OUTPUTS, "obs_layout", "state_layout", "actions", "mask", "policy", "scripted"))
-
-
-# ---- geometry ----
-@scalar
-def distance(m, u, v, at, g):
-    dx, dy = g.real[m, at, v] - g.real[m, at, u], g.real[m, at + 1, v] - g.real[m, at + 1, u]
-    return root(dx * dx + dy * dy)
+Game = namedtuple("Game", ("real", "whole", "match", *OUTPUTS, "stat", "line", "ground", "waypoints", "actions", "mask", "policy", "scripted"))
 
 
 @scalar
-def gap_between(m, u, v, at, g):
-    """Edge to edge: how weapons measure."""
-    return distance(m, u, v, at, g) - g.stat[RADIUS, u] - g.stat[RADIUS, v]
+def world_of(real, whole, match, stat, line, rule, game):
+    return World(real, whole, match, stat, line, game.ground, game.waypoints, rule)
+
+
+# ---- geometry; `at` is X, or NEXT_X in every other loop ----
+@scalar
+def squared_distance(m, u, v, at, g):
+    dx, dy = g.real[at, m, v] - g.real[at, m, u], g.real[at + 1, m, v] - g.real[at + 1, m, u]
+    return dx * dx + dy * dy
+
+
+@scalar
+def within(m, u, v, at, reach, g):
+    """Whether v is no farther from u than `reach`, from edge to edge: how weapons measure."""
+    reach += g.stat[RADIUS, u] + g.stat[RADIUS, v]
+    return squared_distance(m, u, v, at, g) <= reach * reach
 
 
 @scalar
 def cell_of(x, y, g):
-    column, row = min(max(int(x), 0), g.rule[WIDTH] - 1), min(max(int(y), 0), g.rule[HEIGHT] - 1)
-    return row * g.rule[WIDTH] + column
+    column, row = min(max(int(x), 0), g.rule.width - 1), min(max(int(y), 0), g.rule.height - 1)
+    return row * g.rule.width + column
 
 
 @scalar
 def inside(column, row, g):
-    return column >= 0 and row >= 0 and column < g.rule[WIDTH] and row < g.rule[HEIGHT]
+    return column >= 0 and row >= 0 and column < g.rule.width and row < g.rule.height
 
 
 @scalar
@@ -117,27 +125,37 @@ def may_stand(here, x, y, climbs, g):
     """Whether a unit in cell `here` may set foot on (x, y), at most a neighbouring cell away."""
     if x < ZERO or y < ZERO or not inside(int(x), int(y), g):
         return False
-    there = int(y) * g.rule[WIDTH] + int(x)
+    there = int(y) * g.rule.width + int(x)
     if there == here:
         return True
     if g.ground[here] == paths.WALL:  # put there by hand: out of it again
         return g.ground[there] != paths.WALL
     if not paths.joined(g.ground[here], g.ground[there], climbs):
         return False
-    corner_1 = there // g.rule[WIDTH] * g.rule[WIDTH] + here % g.rule[WIDTH]
-    corner_2 = here // g.rule[WIDTH] * g.rule[WIDTH] + there % g.rule[WIDTH]
+    corner_1 = there // g.rule.width * g.rule.width + here % g.rule.width
+    corner_2 = here // g.rule.width * g.rule.width + there % g.rule.width
     return paths.joined(g.ground[here], g.ground[corner_1], climbs) and paths.joined(g.ground[here], g.ground[corner_2], climbs)
+
+
+@scalar
+def compass(action):
+    """The direction of a move."""
+    if action == NORTH:
+        return ZERO, ONE
+    if action == SOUTH:
+        return ZERO, -ONE
+    return (ONE if action == EAST else -ONE), ZERO
 
 
 @scalar
 def heading(m, u, at, x, y, g):
     """The point to walk to next on the way to (x, y)."""
-    if not g.rule[OPEN_GROUND] and g.stat[FLIES, u] == ZERO:
+    if not g.rule.open_ground and g.stat[FLIES, u] == ZERO:
         layer = min(int(g.stat[CLIMBS, u]), g.waypoints.shape[0] - 1)
         there = cell_of(x, y, g)
-        next_cell = g.waypoints[layer, cell_of(g.real[m, at, u], g.real[m, at + 1, u], g), there]
+        next_cell = g.waypoints[layer, cell_of(g.real[at, m, u], g.real[at + 1, m, u], g), there]
         if next_cell != there:
-            return F32(next_cell % g.rule[WIDTH]) + HALF, F32(next_cell // g.rule[WIDTH]) + HALF
+            return F32(next_cell % g.rule.width) + HALF, F32(next_cell // g.rule.width) + HALF
     return x, y
 
 
@@ -145,34 +163,63 @@ def heading(m, u, at, x, y, g):
 @scalar
 def walk(m, u, at, x, y, g):
     x, y = heading(m, u, at, x, y, g)
-    dx, dy = x - g.real[m, at, u], y - g.real[m, at + 1, u]
+    dx, dy = x - g.real[at, m, u], y - g.real[at + 1, m, u]
     length, step = root(dx * dx + dy * dy), g.stat[SPEED, u]
     if length > step:
         part = step / length
         dx, dy = dx * part, dy * part
-    g.real[m, WANT_X, u], g.real[m, WANT_Y, u] = dx, dy
+    detour = g.whole[DETOUR, m, u]
+    if detour > 0:
+        dx, dy = -dy, dx
+        g.whole[DETOUR, m, u] = detour - 1
+    elif detour < 0:
+        dx, dy = dy, -dx
+        g.whole[DETOUR, m, u] = detour + 1
+    g.real[WANT_X, m, u], g.real[WANT_Y, m, u] = dx, dy
+
+
+@scalar
+def is_healer(u, g):
+    return g.rule.healers == 1 and g.stat[HEALS, u] > ZERO
+
+
+@scalar
+def flies(u, g):
+    return g.rule.fliers == 1 and g.stat[FLIES, u] > ZERO
 
 
 @scalar
 def can_hit(u, v, g):
-    return g.stat[DAMAGE, u] > ZERO and (g.stat[FLIES, v] == ZERO or g.stat[HITS_AIR, u] > ZERO)
+    return not is_healer(u, g) and (not flies(v, g) or g.stat[HITS_AIR, u] > ZERO)
 
 
 @scalar
 def can_heal(u, v, g):
-    return g.stat[HEALS, u] > ZERO and u != v and g.stat[BIOLOGICAL, v] > ZERO and g.stat[FLIES, v] == ZERO
+    return is_healer(u, g) and u != v and g.stat[BIOLOGICAL, v] > ZERO and not flies(v, g)
 
 
 @scalar
-def nearest_foe(m, u, at, within, g):
-    """The nearest living foe that u can hit, no farther than `within` from edge to edge; -1 if there is none."""
-    best, who = within, -1
-    first, last = (g.rule[ALLIES], g.rule[UNITS_IN_ALL]) if u < g.rule[ALLIES] else (0, g.rule[ALLIES])
-    for v in range(first, last):
-        if g.real[m, HEALTH, v] > ZERO and can_hit(u, v, g):
-            gap = gap_between(m, u, v, at, g)
-            if gap < best or (gap == best and who < 0):
-                best, who = gap, v
+def foes_of(u, g):
+    """(first, behind the last)"""
+    return (g.rule.allies, g.rule.units) if u < g.rule.allies else (0, g.rule.allies)
+
+
+@scalar
+def friends_of(u, g):
+    return (0, g.rule.allies) if u < g.rule.allies else (g.rule.allies, g.rule.units)
+
+
+@scalar
+def nearest_foe(m, u, at, reach, g):
+    """The nearest living foe that u can hit, no farther than `reach` from edge to edge; -1 if there is none."""
+    best, who = FAR, -1
+    v, last = foes_of(u, g)
+    while v < last:
+        if g.real[HEALTH, m, v] > ZERO and can_hit(u, v, g):
+            squared = squared_distance(m, u, v, at, g)
+            if squared < best and within(m, u, v, at, reach, g):
+                best, who = squared, v
+        v += 1
     return who
 
 
@@ -180,315 +227,310 @@ def nearest_foe(m, u, at, within, g):
 def nearest_friend(m, u, at, hurt_only, g):
     """The nearest living friend that u can heal; -1 if there is none."""
     best, who = FAR, -1
-    first, last = (0, g.rule[ALLIES]) if u < g.rule[ALLIES] else (g.rule[ALLIES], g.rule[UNITS_IN_ALL])
+    first, last = friends_of(u, g)
     for v in range(first, last):
-        if g.real[m, HEALTH, v] > ZERO and can_heal(u, v, g):
-            if not hurt_only or g.real[m, HEALTH, v] < g.stat[MAX_HEALTH, v]:
-                gap = gap_between(m, u, v, at, g)
-                if gap < best:
-                    best, who = gap, v
+        if g.real[HEALTH, m, v] > ZERO and can_heal(u, v, g):
+            squared = squared_distance(m, u, v, at, g)
+            if squared < best and not (hurt_only and g.real[HEALTH, m, v] >= g.stat[MAX_HEALTH, v]):
+                best, who = squared, v
     return who
 
 
 @scalar
 def choose_target(m, u, at, g):
     """The enemy's behaviour: keep the target until it dies or gets away, else take the nearest, else whoever shot from afar."""
-    target = g.whole[m, TARGET, u]
+    target = g.whole[TARGET, m, u]
     if target >= 0:
-        leash = SIGHT if g.whole[m, PROVOKED, u] else g.stat[SCAN, u]
-        if g.real[m, HEALTH, target] <= ZERO or gap_between(m, u, target, at, g) > leash:
+        leash = SIGHT if g.whole[PROVOKED, m, u] else g.stat[SCAN, u]
+        if g.real[HEALTH, m, target] <= ZERO or not within(m, u, target, at, leash, g):
             target = -1
     if target < 0:
         target = nearest_foe(m, u, at, g.stat[SCAN, u], g)
-        g.whole[m, PROVOKED, u] = 0
-        shooter = g.whole[m, SHOOTER, u]
-        if target < 0 and shooter >= 0 and g.real[m, HEALTH, shooter] > ZERO and can_hit(u, shooter, g):
+        g.whole[PROVOKED, m, u] = 0
+        shooter = g.whole[SHOOTER, m, u]
+        if target < 0 and shooter >= 0 and g.real[HEALTH, m, shooter] > ZERO and can_hit(u, shooter, g):
             target = shooter
-            g.whole[m, PROVOKED, u] = 1
-    g.whole[m, SHOOTER, u] = -1
-    g.whole[m, TARGET, u] = target
+            g.whole[PROVOKED, m, u] = 1
+        g.whole[TARGET, m, u] = target
+    g.whole[SHOOTER, m, u] = -1
     return target
 
 
 @scalar
-def tend(m, u, at, g):
-    """The enemy Medivac's behaviour: heal the nearest who is hurt, else stay with the others."""
-    patient = nearest_friend(m, u, at, True, g)
-    if patient < 0:
-        friend = nearest_friend(m, u, at, False, g)
-        if friend >= 0 and gap_between(m, u, friend, at, g) > FOLLOW:
-            walk(m, u, at, g.real[m, at, friend], g.real[m, at + 1, friend], g)
-    g.whole[m, TARGET, u] = patient
-    return patient
+def fire(m, u, target, overdue, loop, g):
+    """u attacks its target, which is in range, or heals it."""
+    if is_healer(u, g):
+        missing = g.stat[MAX_HEALTH, target] - g.real[HEALTH, m, target]
+        amount = min(min(HEAL_RATE, missing), g.real[ENERGY, m, u] * HEALTH_PER_ENERGY)
+        g.real[HEALING, m, u] = amount
+        g.real[ENERGY, m, u] -= amount / HEALTH_PER_ENERGY
+        g.whole[SHOT, m, u] = HEALED
+    elif g.rule.splash and g.stat[SPLASH, u] == BLAST:
+        g.whole[SHOT, m, u] = EXPLODED
+    else:
+        delay = DELAY_LEAST + DELAY_SPREAD * uniform(g.match[m, KEY], g.match[m, EPISODE], loop, u * 8 + FOR_DELAY)
+        g.real[COOLDOWN, m, u] = overdue + g.stat[PERIOD, u] + delay - ONE
+        g.whole[SHOT, m, u] = SWEPT if g.rule.splash and g.stat[SPLASH, u] == LINE else 1 + target
 
 
 @scalar
 def decide(m, u, at, loop, g):
-    g.real[m, WANT_X, u], g.real[m, WANT_Y, u] = ZERO, ZERO
-    g.whole[m, SHOT, u] = NOTHING
-    if g.real[m, HEALTH, u] <= ZERO:
-        g.real[m, SOLID, u] = ZERO
-        if g.whole[m, FUSE, u]:
-            g.whole[m, FUSE, u], g.whole[m, SHOT, u] = 0, EXPLODED
+    g.real[WANT_X, m, u], g.real[WANT_Y, m, u], g.whole[SHOT, m, u] = ZERO, ZERO, NOTHING
+    if g.real[HEALTH, m, u] <= ZERO:
+        g.real[SOLID, m, u] = ZERO
+        if g.rule.splash and g.whole[FUSE, m, u]:
+            g.whole[FUSE, m, u], g.whole[SHOT, m, u] = 0, EXPLODED
         return
-    g.real[m, SOLID, u] = g.stat[SEPARATION, u] if g.stat[FLIES, u] == ZERO else ZERO
+    g.real[SOLID, m, u] = ZERO if flies(u, g) else g.stat[SEPARATION, u]
 
-    order, target = g.whole[m, ORDER, u], -1
+    order, target = g.whole[ORDER, m, u], -1
+    goes, x, y = order == GO or order == FIGHT, g.real[GOAL_X, m, u], g.real[GOAL_Y, m, u]
     if order == ENGAGE:
-        target = g.whole[m, TARGET, u]
-        if g.real[m, HEALTH, target] <= ZERO or not (can_hit(u, target, g) or can_heal(u, target, g)):
+        target = g.whole[TARGET, m, u]
+        if g.real[HEALTH, m, target] <= ZERO or not (can_hit(u, target, g) or can_heal(u, target, g)):
             target = -1
     elif order == FIGHT:
-        target = tend(m, u, at, g) if g.stat[HEALS, u] > ZERO else choose_target(m, u, at, g)
+        if is_healer(u, g):  # heal the nearest who is hurt, else stay with the others
+            target = nearest_friend(m, u, at, True, g)
+            g.whole[TARGET, m, u] = target
+            friend = nearest_friend(m, u, at, False, g)
+            goes = friend >= 0 and not within(m, u, friend, at, FOLLOW, g)
+            if goes:
+                x, y = g.real[at, m, friend], g.real[at + 1, m, friend]
+        else:
+            target = choose_target(m, u, at, g)
 
-    cooldown = g.real[m, COOLDOWN, u]
-    ready = cooldown <= ZERO
-    if ready:
-        g.real[m, COOLDOWN, u] = ZERO
-    else:
-        g.real[m, COOLDOWN, u] = cooldown - ONE
-
+    overdue = g.real[COOLDOWN, m, u]  # below zero: ready for that part of a loop, which counts for the next reload
+    g.real[COOLDOWN, m, u] = overdue - ONE if overdue > ZERO else ZERO
     if target >= 0:
-        if gap_between(m, u, target, at, g) > g.stat[RANGE, u]:
-            walk(m, u, at, g.real[m, at, target], g.real[m, at + 1, target], g)
-        elif g.stat[HEALS, u] > ZERO:
-            missing = g.stat[MAX_HEALTH, target] - g.real[m, HEALTH, target]
-            amount = min(min(HEAL_RATE, missing), g.real[m, ENERGY, u] * HEALTH_PER_ENERGY)
-            g.real[m, HEALING, u] = amount
-            g.real[m, ENERGY, u] -= amount / HEALTH_PER_ENERGY
-            g.whole[m, SHOT, u] = HEALED
-        elif ready:
-            if g.stat[SPLASH, u] == BLAST:
-                g.whole[m, SHOT, u] = EXPLODED
-            else:
-                delay = DELAY_LEAST + DELAY_SPREAD * uniform(g.match[m, KEY], g.match[m, EPISODE], loop, u * 8 + FOR_DELAY)
-                g.real[m, COOLDOWN, u] = cooldown + g.stat[PERIOD, u] + delay - ONE  # what it was overdue is kept
-                g.whole[m, SHOT, u] = FIRED
-    elif order == GO or (order == FIGHT and g.stat[HEALS, u] == ZERO):
-        walk(m, u, at, g.real[m, GOAL_X, u], g.real[m, GOAL_Y, u], g)
-    if g.stat[HEALS, u] > ZERO:
-        g.real[m, ENERGY, u] = min(g.real[m, ENERGY, u] + ENERGY_REGENERATION, ENERGY_MAX)
+        goes = not within(m, u, target, at, g.stat[RANGE, u], g)
+        if goes:
+            x, y = g.real[at, m, target], g.real[at + 1, m, target]
+        elif overdue <= ZERO:
+            fire(m, u, target, overdue, loop, g)
+    if goes:
+        walk(m, u, at, x, y, g)
+    if is_healer(u, g):
+        g.real[ENERGY, m, u] = min(g.real[ENERGY, m, u] + ENERGY_REGENERATION, ENERGY_MAX)
 
 
 # ---- phase two: clash ----
 @scalar
 def in_the_line(m, u, v, at, g):
     """Whether v is touched by u's fire: a line across the direction from u to its target, at the target."""
-    target = g.whole[m, TARGET, u]
-    fx, fy = g.real[m, at, target] - g.real[m, at, u], g.real[m, at + 1, target] - g.real[m, at + 1, u]
+    target = g.whole[TARGET, m, u]
+    fx, fy = g.real[at, m, target] - g.real[at, m, u], g.real[at + 1, m, target] - g.real[at + 1, m, u]
     length = root(fx * fx + fy * fy)
     if length > ZERO:
         fx, fy = fx / length, fy / length
-    dx, dy = g.real[m, at, v] - g.real[m, at, target], g.real[m, at + 1, v] - g.real[m, at + 1, target]
+    dx, dy = g.real[at, m, v] - g.real[at, m, target], g.real[at + 1, m, v] - g.real[at + 1, m, target]
     deep, across = abs(dx * fx + dy * fy), abs(dx * fy - dy * fx)
     return deep <= LINE_DEEP + g.stat[RADIUS, v] and across <= LINE_ACROSS + g.stat[RADIUS, v]
 
 
 @scalar
-def hits_taken(m, u, v, at, g):
-    """How often the shot that u has just fired hits its foe v."""
-    if g.whole[m, SHOT, u] == EXPLODED:
-        near = distance(m, u, v, at, g) - g.stat[RADIUS, v] <= BLAST_RADIUS
-        return 1 if near and g.stat[FLIES, v] == ZERO else 0
-    if g.stat[SPLASH, u] == LINE:
-        return int(g.stat[HITS, u]) if g.stat[FLIES, v] == ZERO and in_the_line(m, u, v, at, g) else 0
-    return int(g.stat[HITS, u]) if g.whole[m, TARGET, u] == v else 0
+def splashed(m, u, v, at, g):
+    """Whether what u has just done to more than one hits its foe v."""
+    if flies(v, g):
+        return False
+    if g.whole[SHOT, m, u] == EXPLODED:
+        reach = BLAST_RADIUS + g.stat[RADIUS, v]
+        return squared_distance(m, u, v, at, g) <= reach * reach
+    return g.whole[SHOT, m, u] == SWEPT and in_the_line(m, u, v, at, g)
 
 
 @scalar
-def damage_to(m, u, v, health, shield, g):
-    """(health, shield) of u after one hit by v: shields first, which have no armour."""
+def hit(u, v, health, shield, g):
+    """(health, shield) of u after an attack by v: shields first, which have no armour."""
     damage = g.stat[DAMAGE, v] + g.stat[VERSUS_LIGHT, v] * g.stat[LIGHT, u] + g.stat[VERSUS_ARMOURED, v] * g.stat[ARMOURED, u]
-    absorbed = min(shield, damage)
-    if damage > absorbed:
-        health -= max(HALF, damage - absorbed - g.stat[ARMOUR, u])
-    return health, shield - absorbed
+    for _ in range(int(g.stat[HITS, v])):
+        absorbed = min(shield, damage)
+        shield -= absorbed
+        if damage > absorbed:
+            health -= max(HALF, damage - absorbed - g.stat[ARMOUR, u])
+    return health, shield
 
 
 @scalar
 def suffer(m, u, at, loop, g):
-    health, shield = g.real[m, HEALTH, u], g.real[m, SHIELD, u]
+    health, shield = g.real[HEALTH, m, u], g.real[SHIELD, m, u]
     if health <= ZERO:
         return
-    first, last = (g.rule[ALLIES], g.rule[UNITS_IN_ALL]) if u < g.rule[ALLIES] else (0, g.rule[ALLIES])
-    for v in range(first, last):
-        if g.whole[m, SHOT, v] == FIRED or g.whole[m, SHOT, v] == EXPLODED:
-            for _ in range(hits_taken(m, v, u, at, g)):
-                health, shield = damage_to(m, u, v, health, shield, g)
-                g.real[m, HURT_AT, u], g.whole[m, SHOOTER, u] = F32(loop), v
-    if health <= ZERO or g.whole[m, SHOT, u] == EXPLODED:
-        g.real[m, HEALTH, u], g.real[m, SHIELD, u] = ZERO, ZERO
-        if g.stat[SPLASH, u] == BLAST and g.whole[m, SHOT, u] != EXPLODED:
-            g.whole[m, FUSE, u] = 1
+    v, last = foes_of(u, g)
+    while v < last:
+        shot = g.whole[SHOT, m, v]
+        if shot == 1 + u or (g.rule.splash and shot < 0 and splashed(m, v, u, at, g)):
+            health, shield = hit(u, v, health, shield, g)
+            g.real[HURT_AT, m, u], g.whole[SHOOTER, m, u] = F32(loop), v
+        v += 1
+    if g.rule.splash and g.stat[SPLASH, u] == BLAST:
+        if g.whole[SHOT, m, u] == EXPLODED:
+            health = ZERO
+        elif health <= ZERO:
+            g.whole[FUSE, m, u] = 1
+    if health <= ZERO:
+        g.real[HEALTH, m, u], g.real[SHIELD, m, u] = ZERO, ZERO
         return
     health += g.stat[REGENERATION, u]
-    if g.rule[HEALERS]:
-        first, last = (0, g.rule[ALLIES]) if u < g.rule[ALLIES] else (g.rule[ALLIES], g.rule[UNITS_IN_ALL])
+    if g.rule.healers:
+        first, last = friends_of(u, g)
         for v in range(first, last):
-            if g.whole[m, SHOT, v] == HEALED and g.whole[m, TARGET, v] == u:
-                health += g.real[m, HEALING, v]
-    if F32(loop) - g.real[m, HURT_AT, u] >= SHIELD_DELAY:
+            if g.whole[SHOT, m, v] == HEALED and g.whole[TARGET, m, v] == u:
+                health += g.real[HEALING, m, v]
+    if F32(loop) - g.real[HURT_AT, m, u] >= SHIELD_DELAY:
         shield += SHIELD_REGENERATION
-    g.real[m, HEALTH, u] = min(health, g.stat[MAX_HEALTH, u])
-    g.real[m, SHIELD, u] = min(shield, g.stat[MAX_SHIELD, u])
+    g.real[HEALTH, m, u] = min(health, g.stat[MAX_HEALTH, u])
+    g.real[SHIELD, m, u] = min(shield, g.stat[MAX_SHIELD, u])
+
+
+@scalar
+def who_is_near(m, u, first, at, g):
+    """The bits of those, from `first` on, who stand near enough to matter to u's next step."""
+    x, y, reach = g.real[at, m, u], g.real[at + 1, m, u], g.stat[SEPARATION, u] + g.rule.near
+    mask, k = 0, 0
+    while k < min(BITS, g.rule.units - first):
+        v = first + k
+        dx, dy, solid = g.real[at, m, v] - x, g.real[at + 1, m, v] - y, g.real[SOLID, m, v]
+        if (dx * dx + dy * dy < (solid + reach) * (solid + reach)) & (solid > ZERO) & (u != v):
+            mask |= 1 << k
+        k += 1
+    return mask
 
 
 @scalar
 def room(m, u, v, at, g):
-    """(direction x, y from u to v, how far u may go that way); far if v is not near enough to matter.
+    """(direction x, y from u to v, how far u may go that way).
 
     Two that both want to move may each take half of the gap between them, so that whatever they do they do not overlap.
     """
-    touch = g.real[m, SOLID, v]
-    if touch == ZERO or u == v:
-        return ZERO, ZERO, FAR
-    touch += g.stat[SEPARATION, u]
-    dx, dy = g.real[m, at, v] - g.real[m, at, u], g.real[m, at + 1, v] - g.real[m, at + 1, u]
-    squared, near = dx * dx + dy * dy, touch + g.value[NEAR]
-    if squared >= near * near:
-        return ZERO, ZERO, FAR
-    length = root(squared)
-    if length > ZERO:
-        dx, dy = dx / length, dy / length
-    else:
-        dx, dy = (ONE if u < v else -ONE), ZERO
-    free = length - touch
-    if free < ZERO or g.real[m, WANT_X, v] != ZERO or g.real[m, WANT_Y, v] != ZERO:
+    dx, dy = g.real[at, m, v] - g.real[at, m, u], g.real[at + 1, m, v] - g.real[at + 1, m, u]
+    length = root(dx * dx + dy * dy)
+    part = ONE / max(length, TINY)
+    free = length - g.real[SOLID, m, v] - g.stat[SEPARATION, u]
+    if (free < ZERO) | (g.real[WANT_X, m, v] != ZERO) | (g.real[WANT_Y, m, v] != ZERO):
         free *= HALF
-    return dx, dy, free
+    if length < TINY:  # one on the other
+        return (ONE if u < v else -ONE), ZERO, free
+    return dx * part, dy * part, free
 
 
 @scalar
-def keep_apart(m, u, at, x, y, g):
-    """The step (x, y) without what would run into others (or, where they overlap, with what parts them)."""
-    first = 0 if u < g.rule[ALLIES] else g.rule[ALLIES]
-    contacts = 0
-    for k in range(first, first + g.rule[UNITS_IN_ALL]):
-        v = k if k < g.rule[UNITS_IN_ALL] else k - g.rule[UNITS_IN_ALL]  # own side first, on both sides
-        dx, dy, free = room(m, u, v, at, g)
-        if free < FAR:
-            ahead = x * dx + y * dy
-            if ahead > free:
-                x, y = x - (ahead - free) * dx, y - (ahead - free) * dy
-            contacts += 1
-    return x, y, contacts
+def worst_of(m, u, at, x, y, mask, first, worst, away_x, away_y, g):
+    """(excess, direction) of the one near, if it is worse than `worst`, whom the step (x, y) would run into most."""
+    while mask != 0:
+        dx, dy, free = room(m, u, first + lowest_bit(mask), at, g)
+        excess = x * dx + y * dy - free
+        if excess > worst:
+            worst, away_x, away_y = excess, dx, dy
+        mask &= mask - 1
+    return worst, away_x, away_y
 
 
 @scalar
-def shorten(m, u, at, x, y, g):
-    """As much of the step (x, y) as keeps apart from everyone."""
-    share = ONE
-    for v in range(g.rule[UNITS_IN_ALL]):
-        dx, dy, free = room(m, u, v, at, g)
-        ahead = x * dx + y * dy
-        if ahead > ZERO and ahead * share > max(free, ZERO):
-            share = max(free, ZERO) / ahead
-    return x * share, y * share
+def share_of(m, u, at, x, y, mask, first, share, g):
+    """How much of the step (x, y), at most `share`, keeps apart from those near."""
+    while mask != 0:
+        dx, dy, free = room(m, u, first + lowest_bit(mask), at, g)
+        ahead, free = x * dx + y * dy, max(free, ZERO)
+        if ahead * share > free:
+            share = free / ahead
+        mask &= mask - 1
+    return share
 
 
 @scalar
 def move(m, u, at, loop, g):
-    px, py = g.real[m, at, u], g.real[m, at + 1, u]
-    wx, wy = g.real[m, WANT_X, u], g.real[m, WANT_Y, u]
-    to = NEXT_X - at
-    if g.real[m, SOLID, u] == ZERO:  # in the air, or dead
-        g.real[m, to, u] = min(max(px + wx, ZERO), F32(g.rule[WIDTH]) - F32(0.001))
-        g.real[m, to + 1, u] = min(max(py + wy, ZERO), F32(g.rule[HEIGHT]) - F32(0.001))
-        return
-    wanted = wx * wx + wy * wy
-    if wanted == ZERO and loop % LOOPS != 0:  # who stands only makes room, and once a step is enough for that
-        g.real[m, to, u], g.real[m, to + 1, u] = px, py
-        return
-    x, y, contacts = keep_apart(m, u, at, wx, wy, g)
-    if contacts > 0 and wanted > ZERO and x * wx + y * wy < F32(0.3) * wanted:  # blocked: try to get round, a while each way
-        left = draw(g.match[m, KEY], g.match[m, EPISODE], loop // LOOPS_PER_SECOND, u * 8 + FOR_SIDESTEP) & 1
-        x, y = (-wy, wx) if left else (wy, -wx)
-        x, y, contacts = keep_apart(m, u, at, x, y, g)
-        contacts += 1
-    if x != ZERO or y != ZERO:
-        if contacts > 1:
-            x, y = shorten(m, u, at, x, y, g)
+    px, py = g.real[at, m, u], g.real[at + 1, m, u]
+    wx, wy = g.real[WANT_X, m, u], g.real[WANT_Y, m, u]
+    wanted, to = wx * wx + wy * wy, NEXT_X - at
+    if g.real[SOLID, m, u] == ZERO:  # in the air, or dead
+        px = min(max(px + wx, ZERO), F32(g.rule.width) - F32(0.001))
+        py = min(max(py + wy, ZERO), F32(g.rule.height) - F32(0.001))
+    elif wanted > ZERO or loop % LOOPS == 0:  # who stands only makes room, and once a step is enough for that
+        first, mask, near, worst, dx, dy = 0, 0, 0, ZERO, ZERO, ZERO
+        while first < g.rule.units:
+            mask = who_is_near(m, u, first, at, g)
+            near |= mask
+            worst, dx, dy = worst_of(m, u, at, wx, wy, mask, first, worst, dx, dy, g)
+            first += BITS
+        x, y = wx - worst * dx, wy - worst * dy  # past the one most in the way (or apart from the one most overlapped)
+        if near != 0 and x * wx + y * wy < BLOCKED * wanted and g.whole[DETOUR, m, u] == 0:
+            left = draw(g.match[m, KEY], g.match[m, EPISODE], loop // 64, u * 8 + FOR_SIDESTEP) & 1
+            g.whole[DETOUR, m, u] = DETOUR_LOOPS if left else -DETOUR_LOOPS
         here, climbs = cell_of(px, py, g), g.stat[CLIMBS, u] > ZERO
-        if not may_stand(here, px + x, py + y, climbs, g):  # along the wall, if there is a way
-            along_x, _ = shorten(m, u, at, x, ZERO, g)
-            _, along_y = shorten(m, u, at, ZERO, y, g)
-            if may_stand(here, px + along_x, py, climbs, g):
-                x, y = along_x, ZERO
-            elif may_stand(here, px, py + along_y, climbs, g):
-                x, y = ZERO, along_y
-            else:
-                x, y = ZERO, ZERO
-    g.real[m, to, u], g.real[m, to + 1, u] = px + x, py + y
+        for attempt in range(3):  # the step; where a wall is in the way, its part along the wall
+            sx, sy, share, first = (ZERO if attempt == 2 else x), (ZERO if attempt == 1 else y), ONE, 0
+            while near != 0 and first < g.rule.units:  # and no farther than the others allow
+                if g.rule.units > BITS:
+                    mask = who_is_near(m, u, first, at, g)
+                share = share_of(m, u, at, sx, sy, mask, first, share, g)
+                first += BITS
+            if may_stand(here, px + sx * share, py + sy * share, climbs, g):
+                px, py = px + sx * share, py + sy * share
+                break
+    g.real[to, m, u], g.real[to + 1, m, u] = px, py
 
 
 # ---- a step's beginning and end ----
 @scalar
-def take_order(m, u, actions, avail, g):
-    g.real[m, BEFORE, u] = g.real[m, HEALTH, u] + g.real[m, SHIELD, u]
-    if u >= g.rule[ALLIES]:
+def take_order(m, u, action, g):
+    """Agent u's action becomes the order of its unit for this step."""
+    g.whole[LAST_ACTION, m, u] = action
+    if g.rule.auto_allies:
         return
-    action = actions[m, u]
-    if action < 0 or action >= avail.shape[2] or not avail[m, u, action]:
-        action = STOP if g.real[m, HEALTH, u] > ZERO else NO_OP
-    g.whole[m, LAST_ACTION, u] = action
-    if g.rule[AUTO_ALLIES]:
-        return
-    g.whole[m, ORDER, u] = STAY
+    g.whole[ORDER, m, u] = STAY
     if action >= ATTACK:
-        g.whole[m, ORDER, u] = ENGAGE
-        g.whole[m, TARGET, u] = action - ATTACK + (0 if g.stat[HEALS, u] > ZERO else g.rule[ALLIES])
+        g.whole[ORDER, m, u] = ENGAGE
+        g.whole[TARGET, m, u] = action - ATTACK + (0 if g.stat[HEALS, u] > ZERO else g.rule.allies)
     elif action >= NORTH:
-        g.whole[m, ORDER, u] = GO
-        g.real[m, GOAL_X, u] = g.real[m, X, u] + MOVE * F32((action == EAST) - (action == WEST))
-        g.real[m, GOAL_Y, u] = g.real[m, Y, u] + MOVE * F32((action == NORTH) - (action == SOUTH))
+        g.whole[ORDER, m, u] = GO
+        dx, dy = compass(action)
+        g.real[GOAL_X, m, u], g.real[GOAL_Y, m, u] = g.real[X, m, u] + MOVE * dx, g.real[Y, m, u] + MOVE * dy
 
 
 @scalar
 def battle_reward(m, g):
     """SMAC's shaped reward for the change since BEFORE, without win or defeat, not yet scaled."""
     dealt, taken = ZERO, ZERO
-    for u in range(g.rule[UNITS_IN_ALL]):
-        before = g.real[m, BEFORE, u]
+    for u in range(g.rule.units):
+        before = g.real[BEFORE, m, u]
         if before > ZERO:
-            lost = before - g.real[m, HEALTH, u] - g.real[m, SHIELD, u]
-            if g.real[m, HEALTH, u] <= ZERO:
-                lost = before + g.value[DEATH]
-            if u < g.rule[ALLIES]:
+            lost = before - g.real[HEALTH, m, u] - g.real[SHIELD, m, u]
+            if g.real[HEALTH, m, u] <= ZERO:
+                lost = before + g.rule.death
+            if u < g.rule.allies:
                 taken += lost
             else:
                 dealt += lost
-    if g.rule[ONLY_POSITIVE]:
+    if g.rule.only_positive:
         return abs(dealt)
-    return dealt - taken * g.value[NEGATIVE_SCALE]
+    return dealt - taken * g.rule.negative_scale
 
 
 @scalar
-def judge(m, reward, terminated, truncated, won, g):
-    """Who is left, what was it worth."""
+def judge(m, g):
+    """(reward, terminated, truncated, won) of the step that has just been played."""
     allies, enemies = 0, 0
-    for u in range(g.rule[UNITS_IN_ALL]):
-        if g.real[m, HEALTH, u] > ZERO and not (g.rule[MEDIVACS_DO_NOT_COUNT] and g.stat[HEALS, u] > ZERO):
-            if u < g.rule[ALLIES]:
+    for u in range(g.rule.units):
+        if g.real[HEALTH, m, u] > ZERO and not (g.rule.medivacs_do_not_count and g.stat[HEALS, u] > ZERO):
+            if u < g.rule.allies:
                 allies += 1
             else:
                 enemies += 1
     g.match[m, STEP] += 1
-    is_won, is_lost = allies > 0 and enemies == 0, allies == 0 and enemies > 0
-    terminated[m] = allies == 0 or enemies == 0
-    truncated[m] = not terminated[m] and g.match[m, STEP] >= g.rule[LIMIT]
-    won[m] = is_won
-    if g.rule[SPARSE]:
-        worth = ONE if is_won else (-ONE if is_lost else ZERO)
-    else:
-        worth = battle_reward(m, g)
-        if is_won:
-            worth += g.value[WIN]
-        if is_lost:
-            worth += g.value[DEFEAT]
-    for a in range(g.rule[ALLIES]):
-        reward[m, a] = worth / g.value[SCALE]
-    if terminated[m] or truncated[m]:
+    won, lost = allies > 0 and enemies == 0, allies == 0 and enemies > 0
+    terminated = allies == 0 or enemies == 0
+    truncated = not terminated and g.match[m, STEP] >= g.rule.limit
+    if terminated or truncated:
         g.match[m, STAGE] = OVER
+    if g.rule.sparse:
+        return (ONE if won else (-ONE if lost else ZERO)), terminated, truncated, won
+    reward = battle_reward(m, g)
+    if won:
+        reward += g.rule.win
+    if lost:
+        reward += g.rule.defeat
+    return reward / g.rule.scale, terminated, truncated, won
 
 
 # ---- reset ----
@@ -499,139 +541,147 @@ def place(m, u, g):
     shift_x = (uniform(key, episode, group, FOR_SPAWN) * F32(2) - ONE) * SPAWN_SHIFT
     shift_y = (uniform(key, episode, group + 1000, FOR_SPAWN) * F32(2) - ONE) * SPAWN_SHIFT
     along = uniform(key, episode, 0, FOR_ORDER)
-    for field in range(g.real.shape[1]):
-        g.real[m, field, u] = ZERO
-    for field in range(g.whole.shape[1]):
-        g.whole[m, field, u] = 0
-    g.real[m, X, u], g.real[m, Y, u] = g.stat[SPAWN_X, u] + shift_x, g.stat[SPAWN_Y, u] + shift_y
-    g.real[m, HEALTH, u], g.real[m, SHIELD, u] = g.stat[MAX_HEALTH, u], g.stat[MAX_SHIELD, u]
+    for field in range(len(REAL)):
+        g.real[field, m, u] = ZERO
+    for field in range(len(WHOLE)):
+        g.whole[field, m, u] = 0
+    g.real[X, m, u], g.real[Y, m, u] = g.stat[SPAWN_X, u] + shift_x, g.stat[SPAWN_Y, u] + shift_y
+    g.real[HEALTH, m, u], g.real[SHIELD, m, u] = g.stat[MAX_HEALTH, u], g.stat[MAX_SHIELD, u]
     if g.stat[HEALS, u] > ZERO:
-        g.real[m, ENERGY, u] = ENERGY_START
-    g.whole[m, TARGET, u], g.whole[m, SHOOTER, u], g.whole[m, LAST_ACTION, u] = -1, -1, -1
-    if u >= g.rule[ALLIES] or g.rule[AUTO_ALLIES]:
-        g.whole[m, ORDER, u] = FIGHT
-        g.real[m, GOAL_X, u] = g.stat[ORDER_X, u] + along * g.stat[SPAN_X, u]
-        g.real[m, GOAL_Y, u] = g.stat[ORDER_Y, u] + along * g.stat[SPAN_Y, u]
+        g.real[ENERGY, m, u] = ENERGY_START
+    g.whole[TARGET, m, u], g.whole[SHOOTER, m, u], g.whole[LAST_ACTION, m, u] = -1, -1, -1
+    if u >= g.rule.allies or g.rule.auto_allies:
+        g.whole[ORDER, m, u] = FIGHT
+        g.real[GOAL_X, m, u] = g.stat[ORDER_X, u] + along * g.stat[SPAN_X, u]
+        g.real[GOAL_Y, m, u] = g.stat[ORDER_Y, u] + along * g.stat[SPAN_Y, u]
 
 
 # ---- what the agents see ----
 @scalar
 def walkable(column, row, g):
-    return g.ground[row * g.rule[WIDTH] + column] != paths.WALL
+    return g.ground[row * g.rule.width + column] != paths.WALL
 
 
 @scalar
 def available(m, a, action, g):
-    if g.real[m, HEALTH, a] <= ZERO:
+    if g.real[HEALTH, m, a] <= ZERO:
         return action == NO_OP
-    if action == NO_OP:
-        return False
-    if action == STOP:
-        return True
-    x, y = g.real[m, X, a], g.real[m, Y, a]
+    if action <= STOP:
+        return action == STOP
     if action < ATTACK:
-        column = int(x + F32((action == EAST) - (action == WEST)))
-        row = int(y + F32((action == NORTH) - (action == SOUTH)))
+        dx, dy = compass(action)
+        column, row = int(g.real[X, m, a] + dx), int(g.real[Y, m, a] + dy)
         return inside(column, row, g) and walkable(column, row, g)
     v = action - ATTACK
-    if g.stat[HEALS, a] > ZERO:
-        if v >= g.rule[ALLIES] or g.stat[FLIES, v] > ZERO:
+    if is_healer(a, g):
+        if v >= g.rule.allies or flies(v, g):
             return False
     else:
-        v += g.rule[ALLIES]
-    return g.real[m, HEALTH, v] > ZERO and distance(m, a, v, X, g) <= SHOOT
+        v += g.rule.allies
+    return g.real[HEALTH, m, v] > ZERO and squared_distance(m, a, v, X, g) <= SHOOT * SHOOT
 
 
 @scalar
 def height_at(column, row, g):
-    ground = g.ground[row * g.rule[WIDTH] + column]
+    ground = g.ground[row * g.rule.width + column]
     if ground == paths.WALL:
         return ZERO
     return HALF if ground == paths.LOW else (F32(0.75) if ground == paths.RAMP else ONE)
 
 
 @scalar
-def feature(m, u, what, argument, g):
-    """A fact about unit u that does not depend on who looks."""
-    if what == PART_HEALTH:
-        return g.real[m, HEALTH, u] / g.stat[MAX_HEALTH, u]
-    if what == PART_SHIELD:
-        return g.real[m, SHIELD, u] / g.stat[MAX_SHIELD, u] if g.stat[MAX_SHIELD, u] > ZERO else ZERO
-    if what == IS_TYPE:
-        return ONE if g.stat[TYPE_BIT, u] == F32(argument) else ZERO
-    if what == LAST_WAS:
-        return ONE if g.whole[m, LAST_ACTION, u] == argument else ZERO
-    if what == CHARGE:
-        full = g.real[m, ENERGY, u] if g.stat[HEALS, u] > ZERO else max(g.real[m, COOLDOWN, u], ZERO)
-        return full / g.stat[COOLDOWN_SCALE, u]
-    if what == PLACE_X:
-        return (g.real[m, X, u] - F32(g.rule[WIDTH]) * HALF) / F32(g.rule[WIDTH])
-    return (g.real[m, Y, u] - F32(g.rule[HEIGHT]) * HALF) / F32(g.rule[HEIGHT])
+def flag(condition):
+    return ONE if condition else ZERO
 
 
 @scalar
-def observation(m, a, column, layout, avail, g):
-    """One number of what agent a observes."""
-    whose, which, what, argument = layout[column, 0], layout[column, 1], layout[column, 2], layout[column, 3]
-    if what == TIME:
-        return F32(g.match[m, STEP]) / F32(g.rule[LIMIT])
-    if g.real[m, HEALTH, a] <= ZERO:
-        return ZERO
-    x, y = g.real[m, X, a], g.real[m, Y, a]
-    if whose == SELF:
-        if what == AVAILABLE:
-            return ONE if avail[m, a, argument] else ZERO
-        if what == WALKABLE_AT or what == HEIGHT_AT:
-            column, row = int(x) + which, int(y) + argument
-            if not inside(column, row, g):
-                return ONE
-            if what == HEIGHT_AT:
-                return height_at(column, row, g)
-            return ONE if walkable(column, row, g) else ZERO
-        return feature(m, a, what, argument, g)
-    u = which + g.rule[ALLIES] if whose == ENEMY else (which if which < a else which + 1)
-    dx, dy = g.real[m, X, u] - x, g.real[m, Y, u] - y
+def observe_ground(m, a, line, i, g):
+    """The columns that are there if asked for: the ground round agent a and the time, into line[i]."""
+    alive, x, y = g.real[HEALTH, m, a] > ZERO, int(g.real[X, m, a]), int(g.real[Y, m, a])
+    column = ATTACK - NORTH
+    if g.rule.pathing_grid:
+        for k in range(len(POINTS) - 1):
+            east, north = x + POINTS[k][0], y + POINTS[k][1]
+            line[i, column] = flag(alive and (not inside(east, north, g) or walkable(east, north, g)))
+            column += 1
+    if g.rule.terrain_height:
+        for k in range(len(POINTS)):
+            east, north = x + POINTS[k][0], y + POINTS[k][1]
+            line[i, column] = ZERO if not alive else (height_at(east, north, g) if inside(east, north, g) else ONE)
+            column += 1
+    if g.rule.obs_time:
+        line[i, g.rule.obs_dim - 1] = F32(g.match[m, STEP]) / F32(g.rule.limit)
+
+
+@scalar
+def observe_unit(m, a, u, line, i, g):
+    """The columns of agent a about unit u, an enemy, another ally or itself: into line[i]."""
+    column, width, shield = g.rule.self_at, 1 + g.rule.ally_shield + g.rule.types, g.rule.ally_shield
+    if u >= g.rule.allies:
+        width, shield = g.rule.enemy_width, g.rule.enemy_shield
+        column = g.rule.enemies_at + (u - g.rule.allies) * width
+    elif u != a:
+        width = g.rule.friend_width
+        column = g.rule.friends_at + (u if u < a else u - 1) * width
+    dx, dy = g.real[X, m, u] - g.real[X, m, a], g.real[Y, m, u] - g.real[Y, m, a]
     squared = dx * dx + dy * dy
-    if squared >= SIGHT * SIGHT or g.real[m, HEALTH, u] <= ZERO:
-        return ZERO
-    if what == AVAILABLE:
-        return ONE if avail[m, a, argument] else ZERO
-    if what == SEEN:
-        return ONE
-    if what == DISTANCE:
-        return root(squared) / SIGHT
-    if what == OFFSET_X:
-        return dx / SIGHT
-    if what == OFFSET_Y:
-        return dy / SIGHT
-    return feature(m, u, what, argument, g)
+    if g.real[HEALTH, m, a] <= ZERO or g.real[HEALTH, m, u] <= ZERO or squared >= SIGHT * SIGHT:
+        for k in range(column, column + width):
+            line[i, k] = ZERO
+        return
+    if u != a:
+        line[i, column] = flag(u < g.rule.allies or available(m, a, ATTACK + u - g.rule.allies, g))
+        line[i, column + 1] = root(squared) / SIGHT
+        line[i, column + 2] = dx / SIGHT
+        line[i, column + 3] = dy / SIGHT
+        column += 4
+    line[i, column] = g.real[HEALTH, m, u] / g.stat[MAX_HEALTH, u]
+    column += 1
+    if shield:
+        line[i, column] = g.real[SHIELD, m, u] / g.stat[MAX_SHIELD, u] if g.stat[MAX_SHIELD, u] > ZERO else ZERO
+        column += 1
+    for bit in range(g.rule.types):
+        line[i, column + bit] = flag(g.stat[TYPE_BIT, u] == F32(bit))
+    if g.rule.last_action and u < g.rule.allies and u != a:
+        for action in range(g.rule.actions):
+            line[i, column + g.rule.types + action] = flag(g.whole[LAST_ACTION, m, u] == action)
 
 
 @scalar
-def state_value(m, column, layout, g):
-    """One number of the global state."""
-    u, what = layout[column, 1], layout[column, 2]
-    if what == TIME:
-        return F32(g.match[m, STEP]) / F32(g.rule[LIMIT])
-    if what != LAST_WAS and g.real[m, HEALTH, u] <= ZERO:
-        return ZERO
-    return feature(m, u, what, layout[column, 3], g)
+def reveal(m, u, line, i, g):
+    """The columns of the global state about unit u: into line[i]."""
+    ally_width, enemy_width = 4 + g.rule.ally_shield + g.rule.types, 3 + g.rule.enemy_shield + g.rule.types
+    ally, enemies_at = u < g.rule.allies, g.rule.allies * ally_width
+    column, width, shield = u * ally_width, ally_width, g.rule.ally_shield
+    if not ally:
+        column, width, shield = enemies_at + (u - g.rule.allies) * enemy_width, enemy_width, g.rule.enemy_shield
+    if g.real[HEALTH, m, u] <= ZERO:
+        for k in range(column, column + width):
+            line[i, k] = ZERO
+        return
+    line[i, column] = g.real[HEALTH, m, u] / g.stat[MAX_HEALTH, u]
+    column += 1
+    if ally:
+        charge = g.real[ENERGY, m, u] if is_healer(u, g) else max(g.real[COOLDOWN, m, u], ZERO)
+        line[i, column] = charge / g.stat[COOLDOWN_SCALE, u]
+        column += 1
+    line[i, column] = (g.real[X, m, u] - F32(g.rule.width) * HALF) / F32(g.rule.width)
+    line[i, column + 1] = (g.real[Y, m, u] - F32(g.rule.height) * HALF) / F32(g.rule.height)
+    column += 2
+    if shield:
+        line[i, column] = g.real[SHIELD, m, u] / g.stat[MAX_SHIELD, u] if g.stat[MAX_SHIELD, u] > ZERO else ZERO
+        column += 1
+    for bit in range(g.rule.types):
+        line[i, column + bit] = flag(g.stat[TYPE_BIT, u] == F32(bit))
 
 
 # ---- the program: a match from one call to the next ----
 @scalar
-def world_of(game):
-    return World(
-        game.real, game.whole, game.match, game.stat, game.rule, game.value, game.ground, game.waypoints
-    )  # fmt: skip
-
-
-@scalar
-def run_one(op, m, lane, lanes, game):
-    g = world_of(game)
-    obs, state, avail = game.obs, game.state, game.avail
-    agents, units, actions, obs_dim, state_dim = obs.shape[1], g.real.shape[2], avail.shape[2], obs.shape[2], state.shape[1]
-    stage = g.match[m, STAGE]
+def run_one(op, m, row, lane, lanes, g, game):
+    """Match m of the batch: its outputs are game's row m, its simulation row `row` of g."""
+    state, avail, alone = game.state, game.avail, lanes == 1
+    agents, units, actions = g.rule.allies, g.rule.units, g.rule.actions
+    stage = g.match[row, STAGE]
     playing = op == PLAY and stage == RUNNING
     freezing = op == PLAY and stage == OVER
     restarting = op == RESTART and game.mask[m]
@@ -639,154 +689,186 @@ def run_one(op, m, lane, lanes, game):
     if op == PLAY:
         if playing:
             for u in range(lane, units, lanes):
-                take_order(m, u, game.actions, avail, g)
+                g.real[BEFORE, row, u] = g.real[HEALTH, row, u] + g.real[SHIELD, row, u]
+            for a in range(lane, agents, lanes):
+                action = game.actions[m, a]
+                if action < 0 or action >= actions or not avail[m, a, action]:
+                    action = STOP if g.real[HEALTH, row, a] > ZERO else NO_OP
+                take_order(row, a, action, g)
         barrier()
         for k in range(LOOPS):
-            loop, at = g.match[m, STEP] * LOOPS + k, NEXT_X * (k % 2)
+            loop, at = g.match[row, STEP] * LOOPS + k, NEXT_X * (k % 2)
             if playing:
                 for u in range(lane, units, lanes):
-                    decide(m, u, at, loop, g)
+                    decide(row, u, at, loop, g)
             barrier()
             if playing:
                 for u in range(lane, units, lanes):
-                    suffer(m, u, at, loop, g)
-                    move(m, u, at, loop, g)
+                    suffer(row, u, at, loop, g)
+                    move(row, u, at, loop, g)
             barrier()
         if playing and lane == 0:
-            judge(m, game.reward, game.terminated, game.truncated, game.won, g)
+            reward, game.terminated[m], game.truncated[m], game.won[m] = judge(row, g)
+            for a in range(agents):
+                game.reward[m, a] = reward
         if freezing:
             for u in range(lane, units, lanes):
-                g.real[m, HEALTH, u] = ZERO
-                g.whole[m, LAST_ACTION, u] = -1
+                g.real[HEALTH, row, u], g.whole[LAST_ACTION, row, u] = ZERO, -1
             for a in range(lane, agents, lanes):
                 game.reward[m, a] = ZERO
             if lane == 0:
-                g.match[m, STAGE] = FROZEN
+                g.match[row, STAGE] = FROZEN
         barrier()
 
+    if op == SCORE and lane == 0:
+        game.reward[m, 0] = battle_reward(row, g) / g.rule.scale
     shown = playing or freezing or op == LOOK
     for turn in range(2):  # once for what there is, once more for a match that starts
         if turn == 1:
-            restarting = restarting or (g.rule[AUTORESET] and playing and g.match[m, STAGE] == OVER)
+            keep = playing and g.rule.autoreset == 1 and g.match[row, STAGE] == OVER
+            restarting = restarting or keep
             barrier()
-            if restarting:
-                if playing:
-                    for a in range(agents):
-                        for column in range(lane, obs_dim, lanes):
-                            game.final_obs[m, a, column] = obs[m, a, column]
-                        for action in range(lane, actions, lanes):
-                            game.final_avail[m, a, action] = avail[m, a, action]
-                    for column in range(lane, state_dim, lanes):
-                        game.final_state[m, column] = state[m, column]
-                else:
-                    for a in range(lane, agents, lanes):
-                        game.reward[m, a] = ZERO
-                    game.terminated[m], game.truncated[m], game.won[m] = False, False, False
+            if keep:
+                for a in range(agents):
+                    for column in range(lane, g.rule.obs_dim, lanes):
+                        game.final_obs[m, a, column] = game.obs[m * agents + a, column]
+                    for action in range(lane, actions, lanes):
+                        game.final_avail[m, a, action] = avail[m, a, action]
+                for column in range(lane, g.rule.state_dim, lanes):
+                    game.final_state[m, column] = state[m, column]
+            elif restarting:
+                for a in range(lane, agents, lanes):
+                    game.reward[m, a] = ZERO
                 if lane == 0:
-                    g.match[m, EPISODE] += 1
-                    g.match[m, STEP], g.match[m, STAGE] = 0, RUNNING
+                    game.terminated[m], game.truncated[m], game.won[m] = False, False, False
+            if restarting and lane == 0:
+                g.match[row, EPISODE] += 1
+                g.match[row, STEP], g.match[row, STAGE] = 0, RUNNING
             barrier()
             if restarting:
                 for u in range(lane, units, lanes):
-                    place(m, u, g)
+                    place(row, u, g)
             barrier()
             shown = restarting
-        if shown:
-            for a in range(lane, agents, lanes):
-                game.alive[m, a] = g.real[m, HEALTH, a] > ZERO
-            for a in range(agents):
+        for a in range(agents):
+            line, i = (game.obs, m * agents + a) if alone else (g.line, row)  # many lanes write a line together, then out at once
+            if shown:
+                if lane == 0:
+                    game.alive[m, a] = g.real[HEALTH, row, a] > ZERO
+                    if g.rule.pathing_grid or g.rule.terrain_height or g.rule.obs_time:
+                        observe_ground(row, a, line, i, g)
                 for action in range(lane, actions, lanes):
-                    avail[m, a, action] = available(m, a, action, g)
+                    can = available(row, a, action, g)
+                    avail[m, a, action] = can
+                    if action >= NORTH and action < ATTACK:
+                        line[i, action - NORTH] = flag(can)
+                for u in range(lane, units, lanes):
+                    observe_unit(row, a, u, line, i, g)
+            barrier()
+            if shown and not alone:
+                for column in range(lane, g.rule.obs_dim, lanes):
+                    game.obs[m * agents + a, column] = g.line[row, column]
+            barrier()
+        line, i = (state, m) if alone else (g.line, row)
+        if shown and not g.rule.state_is_obs:
+            for u in range(lane, units, lanes):
+                reveal(row, u, line, i, g)
         barrier()
-        if shown:
+        if shown and g.rule.state_is_obs:
             for a in range(agents):
-                for column in range(lane, obs_dim, lanes):
-                    obs[m, a, column] = observation(m, a, column, game.obs_layout, avail, g)
-            if not g.rule[STATE_IS_OBS]:
-                for column in range(lane, state_dim, lanes):
-                    state[m, column] = state_value(m, column, game.state_layout, g)
+                for column in range(lane, g.rule.obs_dim, lanes):
+                    state[m, a * g.rule.obs_dim + column] = game.obs[m * agents + a, column]
+        elif shown:
+            if not alone:
+                for column in range(lane, g.rule.state_units, lanes):
+                    state[m, column] = g.line[row, column]
+            if g.rule.state_actions:
+                for a in range(agents):
+                    for action in range(lane, actions, lanes):
+                        column = g.rule.state_units + a * actions + action
+                        state[m, column] = flag(g.whole[LAST_ACTION, row, a] == action)
+            if g.rule.state_time and lane == 0:
+                state[m, g.rule.state_dim - 1] = F32(g.match[row, STEP]) / F32(g.rule.limit)
         barrier()
-        if shown and g.rule[STATE_IS_OBS]:
-            for a in range(agents):
-                for column in range(lane, obs_dim, lanes):
-                    state[m, a * obs_dim + column] = obs[m, a, column]
 
 
-# ---- scripted policies: one action for one agent ----
+# ---- scripted policies: one action for one agent; what it may do is avail[out, a] ----
 POLICIES = ("nearest", "weakest", "kite", "random", "hold")
 NEAREST, WEAKEST, KITE, RANDOM, HOLD = range(len(POLICIES))
 
 
 @scalar
-def step_towards(m, a, dx, dy, avail):
+def step_towards(m, a, dx, dy, avail, out):
     """The available move that goes most in direction (dx, dy); stop if none does."""
     best, choice = ZERO, STOP
     for action in range(NORTH, ATTACK):
-        ahead = dx * F32((action == EAST) - (action == WEST)) + dy * F32((action == NORTH) - (action == SOUTH))
-        if avail[m, a, action] and ahead > best:
+        x, y = compass(action)
+        ahead = dx * x + dy * y
+        if avail[out, a, action] and ahead > best:
             best, choice = ahead, action
     return choice
 
 
 @scalar
-def approach(m, a, v, avail, g):
-    x, y = heading(m, a, X, g.real[m, X, v], g.real[m, Y, v], g)
-    return step_towards(m, a, x - g.real[m, X, a], y - g.real[m, Y, a], avail)
+def approach(m, a, v, avail, out, g):
+    x, y = heading(m, a, X, g.real[X, m, v], g.real[Y, m, v], g)
+    return step_towards(m, a, x - g.real[X, m, a], y - g.real[Y, m, a], avail, out)
 
 
 @scalar
-def random_action(m, a, avail, g):
-    actions, count = avail.shape[2], 0
-    for action in range(actions):
-        count += avail[m, a, action]
-    skip = draw(g.match[m, KEY], g.match[m, EPISODE], g.match[m, STEP], a * 8 + FOR_ACTION) % count
-    for action in range(actions):
-        if avail[m, a, action]:
-            if skip == 0:
-                return action
-            skip -= 1
-    return STOP
+def random_action(m, a, avail, out, g):
+    number = draw(g.match[m, KEY], g.match[m, EPISODE], g.match[m, STEP], a * 8 + FOR_ACTION)
+    action = number % g.rule.actions
+    for k in range(64):  # draw until an available one comes up
+        if avail[out, a, action]:
+            return action
+        number = draw(number, k, 0, 0)
+        action = number % g.rule.actions
+    while not avail[out, a, action]:
+        action = (action + 1) % g.rule.actions
+    return action
 
 
 @scalar
-def scripted_action(m, a, policy, avail, g):
-    if g.real[m, HEALTH, a] <= ZERO:
+def scripted_action(m, a, policy, avail, out, g):
+    if g.real[HEALTH, m, a] <= ZERO:
         return NO_OP
     if policy == RANDOM:
-        return random_action(m, a, avail, g)
-    if g.stat[HEALS, a] > ZERO:
+        return random_action(m, a, avail, out, g)
+    if is_healer(a, g):
         friend = nearest_friend(m, a, X, True, g)
         if friend < 0:
             friend = nearest_friend(m, a, X, False, g)
-            if friend < 0 or gap_between(m, a, friend, X, g) <= FOLLOW:
+            if friend < 0 or within(m, a, friend, X, FOLLOW, g):
                 return STOP
-            return STOP if policy == HOLD else approach(m, a, friend, avail, g)
-        if avail[m, a, ATTACK + friend]:
+            return STOP if policy == HOLD else approach(m, a, friend, avail, out, g)
+        if avail[out, a, ATTACK + friend]:
             return ATTACK + friend
-        return STOP if policy == HOLD else approach(m, a, friend, avail, g)
+        return STOP if policy == HOLD else approach(m, a, friend, avail, out, g)
     foe = nearest_foe(m, a, X, FAR, g)
     if foe < 0:
         return STOP
     if policy == HOLD:
-        return ATTACK + foe - g.rule[ALLIES] if gap_between(m, a, foe, X, g) <= g.stat[RANGE, a] else STOP
-    if policy == KITE and g.real[m, COOLDOWN, a] > ZERO and distance(m, a, foe, X, g) <= SHOOT:
-        return step_towards(m, a, g.real[m, X, a] - g.real[m, X, foe], g.real[m, Y, a] - g.real[m, Y, foe], avail)
+        reached = avail[out, a, ATTACK + foe - g.rule.allies] and within(m, a, foe, X, g.stat[RANGE, a], g)
+        return ATTACK + foe - g.rule.allies if reached else STOP
+    if policy == KITE and g.real[COOLDOWN, m, a] > ZERO and squared_distance(m, a, foe, X, g) <= SHOOT * SHOOT:
+        return step_towards(m, a, g.real[X, m, a] - g.real[X, m, foe], g.real[Y, m, a] - g.real[Y, m, foe], avail, out)
     if policy == WEAKEST:
         least = FAR
-        for v in range(g.rule[ALLIES], g.rule[UNITS_IN_ALL]):
-            if avail[m, a, ATTACK + v - g.rule[ALLIES]] and can_hit(a, v, g):
-                left = g.real[m, HEALTH, v] + g.real[m, SHIELD, v]
+        for v in range(g.rule.allies, g.rule.units):
+            if avail[out, a, ATTACK + v - g.rule.allies] and can_hit(a, v, g):
+                left = g.real[HEALTH, m, v] + g.real[SHIELD, m, v]
                 if left < least:
                     least, foe = left, v
-    if avail[m, a, ATTACK + foe - g.rule[ALLIES]]:
-        return ATTACK + foe - g.rule[ALLIES]
-    return approach(m, a, foe, avail, g)
+    if avail[out, a, ATTACK + foe - g.rule.allies]:
+        return ATTACK + foe - g.rule.allies
+    return approach(m, a, foe, avail, out, g)
 
 
 @scalar
-def act_one(op, m, lane, lanes, game):
-    for a in range(lane, game.scripted.shape[1], lanes):
-        game.scripted[m, a] = scripted_action(m, a, game.policy[m, a], game.avail, world_of(game))
+def act_one(op, m, row, lane, lanes, g, game):
+    for a in range(lane, g.rule.allies, lanes):
+        game.scripted[m, a] = scripted_action(row, a, game.policy[m, a], game.avail, m, g)
 
 
 # ---- from a map to arrays ----
@@ -835,6 +917,8 @@ def muster(groups, facing, ground):
 
 def resize(spec, n_agents, name):
     """The map's groups with n_agents allies and the map's difference in numbers."""
+    if n_agents is not None and (isinstance(n_agents, bool) or not isinstance(n_agents, int)):
+        raise ValueError(f"n_agents is a whole number, not {n_agents!r}")
     allies, enemies = [list(group) for group in spec.allies], [list(group) for group in spec.enemies]
     own = sum(count for count, _, _ in allies)
     extra = 0 if n_agents is None else n_agents - own
@@ -900,46 +984,6 @@ def build_units(spec, groups, ground, auto_allies):
     return kinds, stat
 
 
-def observation_layout(spec, allies, enemies, actions, last_action, pathing_grid, terrain_height, timestep):
-    """One row for each number an agent observes, in SMAC's order: (whose, which one, what, argument)."""
-    bits = len(TYPES[spec.types][1])
-    shield = {side: [(PART_SHIELD, 0)] if race == "P" else [] for side, race in zip((FRIEND, ENEMY), spec.races)}
-    types = [(IS_TYPE, bit) for bit in range(bits)]
-    place = [(DISTANCE, 0), (OFFSET_X, 0), (OFFSET_Y, 0), (PART_HEALTH, 0)]
-
-    rows = [(SELF, 0, AVAILABLE, action) for action in range(NORTH, ATTACK)]
-    if pathing_grid:
-        rows += [(SELF, x, WALKABLE_AT, y) for x, y in POINTS[:-1]]
-    if terrain_height:
-        rows += [(SELF, x, HEIGHT_AT, y) for x, y in POINTS]
-    for j in range(enemies):
-        rows += [(ENEMY, j, what, argument) for what, argument in [(AVAILABLE, ATTACK + j), *place, *shield[ENEMY], *types]]
-    acts = [(LAST_WAS, action) for action in range(actions)] if last_action else []
-    for j in range(allies - 1):
-        rows += [(FRIEND, j, what, argument) for what, argument in [(SEEN, 0), *place, *shield[FRIEND], *types, *acts]]
-    rows += [(SELF, 0, what, argument) for what, argument in [(PART_HEALTH, 0), *shield[FRIEND], *types]]
-    if timestep:
-        rows.append((ANY, 0, TIME, 0))
-    return np.array(rows, np.int32)
-
-
-def state_layout(spec, allies, enemies, actions, last_action, timestep):
-    types = [(IS_TYPE, bit) for bit in range(len(TYPES[spec.types][1]))]
-    shield = [[(PART_SHIELD, 0)] if race == "P" else [] for race in spec.races]
-    rows = []
-    for u in range(allies):
-        facts = [(PART_HEALTH, 0), (CHARGE, 0), (PLACE_X, 0), (PLACE_Y, 0), *shield[0], *types]
-        rows += [(ANY, u, what, argument) for what, argument in facts]
-    for u in range(allies, allies + enemies):
-        facts = [(PART_HEALTH, 0), (PLACE_X, 0), (PLACE_Y, 0), *shield[1], *types]
-        rows += [(ANY, u, what, argument) for what, argument in facts]
-    if last_action:
-        rows += [(ANY, u, LAST_WAS, action) for u in range(allies) for action in range(actions)]
-    if timestep:
-        rows.append((ANY, 0, TIME, 0))
-    return np.array(rows, np.int32)
-
-
 class Battle:
     """`num_envs` matches on one map. docs/battles.md describes the interface; envs.make builds one."""
 
@@ -986,12 +1030,16 @@ class Battle:
         self.agents = [f"{kind}_{a}" for a, kind in enumerate(kinds[:allies])]
         self.autoreset = autoreset
         self.check = num_envs <= 64 and self.device.type == "cpu" if check is None else check
-        obs_rows = observation_layout(
-            spec, allies, enemies, self.n_actions, obs_last_action, obs_pathing_grid, obs_terrain_height, obs_timestep_number
-        )
-        state_rows = state_layout(spec, allies, enemies, self.n_actions, state_last_action, state_timestep_number)
-        self.obs_dim = len(obs_rows)
-        self.state_dim = allies * self.obs_dim if obs_instead_of_state else len(state_rows)
+        types, ally_shield, enemy_shield = len(TYPES[spec.types][1]), int(spec.races[0] == "P"), int(spec.races[1] == "P")
+        enemies_at = ATTACK - NORTH + (len(POINTS) - 1) * obs_pathing_grid + len(POINTS) * obs_terrain_height
+        enemy_width, friend_width = 5 + enemy_shield + types, 5 + ally_shield + types + self.n_actions * obs_last_action
+        friends_at = enemies_at + enemies * enemy_width
+        self_at = friends_at + (allies - 1) * friend_width
+        self.obs_dim = self_at + 1 + ally_shield + types + obs_timestep_number
+        self.state_dim = allies * (4 + ally_shield + types) + enemies * (3 + enemy_shield + types)
+        self.state_dim += allies * self.n_actions * state_last_action + state_timestep_number
+        if obs_instead_of_state:
+            self.state_dim = allies * self.obs_dim
         self.metadata = {
             "name": name,
             "render_modes": [],
@@ -1009,11 +1057,11 @@ class Battle:
         def blank(dtype, *shape):
             return torch.zeros((num_envs, *shape), dtype=dtype, device=self.device)
 
-        real, whole, boolean, integer = torch.float32, torch.int32, torch.bool, torch.int64
+        real, boolean, integer = torch.float32, torch.bool, torch.int64
         kept = num_envs if autoreset else 0
         self._simulation = {
-            "real": blank(real, len(REAL), len(kinds)),
-            "whole": blank(whole, len(WHOLE), len(kinds)),
+            "real": torch.zeros((len(REAL), num_envs, len(kinds)), dtype=torch.float32, device=self.device),
+            "whole": torch.zeros((len(WHOLE), num_envs, len(kinds)), dtype=torch.int32, device=self.device),
             "match": blank(integer, len(MATCH)),
         }
         self._outputs = {
@@ -1038,26 +1086,33 @@ class Battle:
         self._policy, self._scripted = blank(integer, allies), blank(integer, allies)
         constant = {
             "stat": stat,
+            "line": np.zeros((1, 1), np.float32),  # a row to write to, where several lanes share the work
             "ground": ground.reshape(-1),
             "waypoints": np.zeros((1, 1, 1), np.int16) if waypoints is None else waypoints,
-            "obs_layout": obs_rows,
-            "state_layout": state_rows,
-            "rule": np.array(
-                [allies, len(kinds), ground.shape[1], ground.shape[0], waypoints is None, stat[HEALS].any(),
-                 spec.types == "MMM", auto_allies, autoreset, spec.limit, obs_instead_of_state, reward_sparse,
-                 reward_only_positive], np.int64,
-            ),
-            "value": np.array(
-                [2 * stat[SPEED].max() + 0.01, reward_win, reward_defeat, reward_death_value, reward_negative_scale,
-                 best / reward_scale_rate if reward_scale else 1.0], np.float32,
-            ),
-        }  # fmt: skip
+        }
         self._constant = {key: torch.as_tensor(value).to(self.device) for key, value in constant.items()}
         hands = {"actions": self.actions, "mask": self._mask, "policy": self._policy, "scripted": self._scripted}
         tensors = {**self._simulation, **self._outputs, **hands, **self._constant}
+        tensors["obs"] = self._outputs["obs"].view(num_envs * allies, self.obs_dim)
         self._game = Game(**{key: vector.view(tensor) for key, tensor in tensors.items()})
-        self._run = vector.Runner(run_one, num_envs, len(kinds), self.device)
-        self._act = vector.Runner(act_one, num_envs, allies, self.device)
+        rule = Rule(
+            allies=allies, units=len(kinds), actions=self.n_actions, width=ground.shape[1], height=ground.shape[0],
+            limit=spec.limit, autoreset=int(autoreset), auto_allies=int(auto_allies),
+            medivacs_do_not_count=int(spec.types == "MMM"),
+            open_ground=int(waypoints is None), healers=int(stat[HEALS].any()), fliers=int(stat[FLIES].any()),
+            splash=int(stat[SPLASH].any()), near=F32(2 * stat[SPEED].max() + 0.01),
+            sparse=int(reward_sparse), only_positive=int(reward_only_positive), win=F32(reward_win),
+            defeat=F32(reward_defeat), death=F32(reward_death_value), negative_scale=F32(reward_negative_scale),
+            scale=F32(best / reward_scale_rate if reward_scale else 1.0),
+            ally_shield=ally_shield, enemy_shield=enemy_shield, types=types, last_action=int(obs_last_action),
+            pathing_grid=int(obs_pathing_grid), terrain_height=int(obs_terrain_height), obs_time=int(obs_timestep_number),
+            state_actions=int(state_last_action), state_time=int(state_timestep_number),
+            state_is_obs=int(obs_instead_of_state), enemies_at=enemies_at, enemy_width=enemy_width, friends_at=friends_at,
+            friend_width=friend_width, self_at=self_at, obs_dim=self.obs_dim, state_dim=self.state_dim,
+            state_units=allies * (4 + ally_shield + types) + enemies * (3 + enemy_shield + types),
+        )  # fmt: skip
+        self._run = vector.Runner(run_one, world_of, rule, self._game, self.device, kept=(KEPT_REAL, KEPT_WHOLE, max(self.obs_dim, rule.state_units)))
+        self._act = vector.Runner(act_one, world_of, rule, self._game, self.device)
         shown = ("state", "avail", "alive", "won") + (("final_obs", "final_state", "final_avail") if autoreset else ())
         self._info = {key: self._outputs[key] for key in shown}
         self._info["invalid"] = blank(boolean)
@@ -1077,7 +1132,7 @@ class Battle:
         if seed is not None:
             self._seed_matches(seed, None if not self._started else self._mask)
         self._started = True
-        self._run(RESTART, self._game)
+        self._run(RESTART)
         return self._outputs["obs"], self._info
 
     def step(self, actions):
@@ -1093,7 +1148,7 @@ class Battle:
             self.actions.copy_(actions)
         if self.check:
             self._refuse_unavailable()
-        self._run(PLAY, self._game)
+        self._run(PLAY)
         out = self._outputs
         return out["obs"], out["reward"], out["terminated"], out["truncated"], self._info
 
@@ -1108,7 +1163,7 @@ class Battle:
             self._policy.fill_(POLICIES.index(policy))
         else:
             self._policy.copy_(torch.as_tensor(policy))
-        self._act(0, self._game)
+        self._act()
         return self._scripted
 
     policies = POLICIES
@@ -1140,30 +1195,38 @@ class Battle:
         fields = {X: x, Y: y, HEALTH: health, SHIELD: shield, COOLDOWN: cooldown, ENERGY: energy}
         for field, values in fields.items():
             if values is not None:
-                real[:, field] = self._fitting(REAL[field].lower(), values, real[:, field])
+                real[field] = self._fitting(REAL[field].lower(), values, real[field])
         if health is not None or shield is not None:
-            real[:, HURT_AT] = (self._simulation["match"][:, STEP] * LOOPS).unsqueeze(1).to(real.dtype)
+            real[HURT_AT] = (self._simulation["match"][:, STEP] * LOOPS).unsqueeze(1).to(real.dtype)
         if last_action is not None:
-            agents = whole[:, LAST_ACTION, : self.n_agents]
+            agents = whole[LAST_ACTION, :, : self.n_agents]
             agents[:] = self._fitting("last_action", last_action, agents)
-        self._run(LOOK, self._game)
+        self._run(LOOK)
         return self._outputs["obs"], self._info
+
+    def reward_since(self, health, shield):
+        """(num_envs,) the shaped reward, without win or defeat, for coming from that health and shield to the present ones."""
+        real, reward = self._simulation["real"], self._outputs["reward"]
+        real[BEFORE] = self._fitting("health", health, real[HEALTH]) + self._fitting("shield", shield, real[SHIELD])
+        shown = reward.clone()
+        self._run(SCORE)
+        worth = reward[:, 0].clone()
+        reward.copy_(shown)
+        return worth
 
     def units(self):
         """What a match is made of now, by name, each (num_envs, allies + enemies): views, not copies."""
         real = self._simulation["real"]
         named = {"x": X, "y": Y, "health": HEALTH, "shield": SHIELD, "cooldown": COOLDOWN, "energy": ENERGY}
-        return {key: real[:, field] for key, field in named.items()}
+        return {key: real[field] for key, field in named.items()}
 
     def close(self):
         pass
 
     def _seed_matches(self, seed, mask):
         match = self._simulation["match"]
-        numbers = np.arange(self.num_envs)
-        base = np.random.SeedSequence(int(seed) % (1 << 63)).generate_state(1)[0]
-        keys = [draw(int(base), int(m), 0, 0) for m in numbers]
-        keys = torch.tensor(keys, dtype=torch.int64, device=self.device)
+        keys = np.random.SeedSequence(int(seed) % (1 << 63)).generate_state(self.num_envs).astype(np.int64)
+        keys = torch.as_tensor(keys, device=self.device)
         chosen = slice(None) if mask is None else mask
         match[chosen, KEY] = keys[chosen]
         match[chosen, EPISODE] = -1

@@ -28,7 +28,7 @@ def joined(a, b, climbs):
     """Whether one can step between neighbouring cells of ground a and b."""
     if a == WALL or b == WALL:
         return False
-    return climbs or a + b != LOW + HIGH
+    return climbs or abs(a - b) < HIGH - LOW
 
 
 @njit

@@ -9,13 +9,16 @@ program is the only place that calls it, so that its phases are plain functions 
 no copies. With NUMBA_DISABLE_JIT=1 everything runs as plain Python, slowly, for debugging.
 """
 
+import ast
 import contextlib
 import functools
 import hashlib
+import inspect
 import math
 import os
 import shutil
 import sys
+import textwrap
 import time
 import types
 from pathlib import Path
@@ -26,7 +29,8 @@ import torch
 from numba import njit, prange
 
 SERIAL_BELOW = 8  # matches; waking the threads costs more than playing fewer than these
-THREADS_PER_BLOCK = 64
+THREADS_PER_BLOCK = 128
+MAX_REGISTERS = 80  # more warps at a time are worth a few spills
 WARP = 32
 
 
@@ -45,14 +49,14 @@ def root(value):
     return np.float32(math.sqrt(value))
 
 
-@njit
+@scalar
 def _scramble(h):
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     h = ((h ^ (h >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return h ^ (h >> 16)
 
 
-@njit
+@scalar
 def draw(key, a, b, c):
     """A random 32-bit integer that depends on nothing but its arguments: no stream, so no order of calls."""
     h = _scramble((int(key) + 0x9E3779B9) & 0xFFFFFFFF)
@@ -65,6 +69,12 @@ def draw(key, a, b, c):
 def uniform(key, a, b, c):
     """The same, as a float32 in [0, 1)."""
     return np.float32(draw(key, a, b, c) >> 8) * np.float32(1 / (1 << 24))
+
+
+@scalar
+def lowest_bit(mask):
+    """The place of the lowest bit that is set in a mask of at most 62."""
+    return math.frexp(np.float32(mask & -mask))[1] - 1
 
 
 # ---- compiled code is kept between runs, under the hash of the sources it came from ----
@@ -101,63 +111,174 @@ def _rebind(function, name, **names):
 
 
 # ---- CPU ----
-def _serial(op, matches, game):
+def _alone(op, m, rule, game):
+    world = world_of(game.real, game.whole, game.match, game.stat, game.line, rule, game)  # noqa: F821  (bound by _rebind)
+    run_one(op, m, m, 0, 1, world, game)  # noqa: F821
+
+
+def _serial(op, matches, rule, game):
     for m in range(matches):
-        run_one(op, m, 0, 1, game)  # noqa: F821  (bound by _rebind)
+        alone(op, m, rule, game)  # noqa: F821
 
 
-def _threaded(op, matches, game):
+def _threaded(op, matches, rule, game):
     for m in prange(matches):
-        run_one(op, m, 0, 1, game)  # noqa: F821
+        alone(op, np.int64(m), rule, game)  # noqa: F821
 
 
 @functools.cache
-def _compile_cpu(run_one, threaded):
+def _compile_cpu(run_one, world_of, threaded):
     body = _threaded if threaded else _serial
+    name = f"{run_one.__module__}.{run_one.__name__}{body.__name__}"
+    alone = scalar(_rebind(_alone, f"{name}_alone", run_one=run_one, world_of=world_of))
     with our_cache():
-        return njit(cache=True, nogil=True, parallel=threaded)(
-            _rebind(body, f"{run_one.__name__}{body.__name__}", run_one=run_one)
-        )
+        return njit(cache=True, nogil=True, parallel=threaded)(_rebind(body, name, alone=alone))
 
 
 # ---- CUDA ----
-@functools.cache
-def _compile_cuda(run_one):
+def _in_shared_memory(op, matches, game):
+    # A match's simulation lives in shared memory for the length of a call and its rules are constants: addresses cost little.
+    # Only the first KEPT fields outlive it.
+    real, whole = cuda.shared.array(REAL_SHAPE, float32), cuda.shared.array(WHOLE_SHAPE, int32)  # noqa: F821
+    match, stat = cuda.shared.array(MATCH_SHAPE, int64), cuda.shared.array(STAT_SHAPE, float32)  # noqa: F821
+    line = cuda.shared.array((ROWS, KEPT[2]), float32)  # noqa: F821
+    units, thread = REAL_SHAPE[2], cuda.threadIdx.x  # noqa: F821
+    row, lane, m = place_of(thread, matches)  # noqa: F821
+    for field in range(STAT_SHAPE[0]):  # noqa: F821
+        for u in range(thread, units, THREADS_PER_BLOCK):
+            stat[field, u] = game.stat[field, u]
+    for u in range(lane, units, LANES):  # noqa: F821
+        for field in range(KEPT[0]):  # noqa: F821
+            real[field, row, u] = game.real[field, m, u]
+        for field in range(KEPT[1]):  # noqa: F821
+            whole[field, row, u] = game.whole[field, m, u]
+    for field in range(lane, MATCH_SHAPE[1], LANES):  # noqa: F821
+        match[row, field] = game.match[m, field]
+    cuda.syncthreads()  # noqa: F821
+    run_one(op, m, row, lane, LANES, world_of(real, whole, match, stat, line, RULE, game), game)  # noqa: F821
+    cuda.syncwarp()  # noqa: F821
+    for u in range(lane, units, LANES):  # noqa: F821
+        for field in range(KEPT[0]):  # noqa: F821
+            game.real[field, m, u] = real[field, row, u]
+        for field in range(KEPT[1]):  # noqa: F821
+            game.whole[field, m, u] = whole[field, row, u]
+    for field in range(lane, MATCH_SHAPE[1], LANES):  # noqa: F821
+        game.match[m, field] = match[row, field]
+
+
+def _in_place(op, matches, game):
+    # A program that only looks works on the batch as it lies.
+    _, lane, m = place_of(cuda.threadIdx.x, matches)  # noqa: F821
+    run_one(op, m, m, lane, LANES, world_of(game.real, game.whole, game.match, game.stat, game.line, RULE, game), game)  # noqa: F821
+
+
+def _place_of(thread, matches):
+    """(row in the block, lane, match) of a thread; matches do not straddle warps."""
+    row = thread % WARP // LANES  # noqa: F821
+    lane = thread % WARP - row * LANES  # noqa: F821
+    present = row < PER_WARP  # noqa: F821
+    row += thread // WARP * PER_WARP  # noqa: F821
+    m = cuda.blockIdx.x * ROWS + row  # noqa: F821
+    if present and m < matches:
+        return row, lane, m
+    return 0, IDLE, 0  # beyond all units: it does nothing, but comes to every barrier
+
+
+IDLE = 1 << 30
+
+
+def lanes_for(units):
+    """Lanes to a match: as few rounds over its units as keep most of a warp busy."""
+
+    def busy(rounds):
+        lanes = -(-units // rounds)
+        return WARP // lanes * units / (WARP * rounds) if lanes <= WARP else 0
+
+    rounds = max(range(1, 5), key=lambda r: (busy(r) > 0, min(busy(r), 0.85), -r))
+    return -(-units // rounds)
+
+
+class _CountedLoops(ast.NodeTransformer):
+    """`for i in range(...)` as a while loop: CUDA's compiler does not see through Numba's iterators."""
+
+    def visit_For(self, node):
+        self.generic_visit(node)
+        bounds = node.iter.args
+        start, stop = (bounds[0], bounds[1]) if len(bounds) > 1 else (ast.Constant(0), bounds[0])
+        step = bounds[2] if len(bounds) > 2 else ast.Constant(1)
+        first = ast.Assign([node.target], ast.BinOp(start, ast.Sub(), step))  # the step comes first, so that `continue` works
+        count = ast.AugAssign(node.target, ast.Add(), step)
+        target = ast.Name(node.target.id, ast.Load())
+        condition = ast.Compare(ast.BinOp(target, ast.Add(), step), [ast.Lt()], [stop])
+        return [first, ast.While(condition, [count, *node.body], [])]
+
+
+def _for_cuda(function, done, **names):
+    """The function as CUDA device code, and with it all that it calls; `names` replace globals."""
     from numba import cuda
 
-    @cuda.jit(device=True)
+    function = getattr(function, "py_func", function)
+    if function not in done:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree.body[0].decorator_list = []
+        scope = {**function.__globals__, **names}
+        for name in function.__code__.co_names:
+            if name not in names and getattr(scope.get(name), "targetoptions", {}).get("forceinline"):
+                scope[name] = cuda.jit(_for_cuda(scope[name], done, **names), device=True)
+        exec(compile(ast.fix_missing_locations(_CountedLoops().visit(tree)), function.__code__.co_filename, "exec"), scope)
+        done[function] = scope[function.__name__]
+    return done[function]
+
+
+@functools.cache
+def _compile_cuda(run_one, world_of, rule, shapes, lanes, kept):
+    from numba import cuda, float32, int32, int64
+
+    real_shape, whole_shape, match_shape, stat_shape = shapes
+    names = {"cuda": cuda, "float32": float32, "int32": int32, "int64": int64, "IDLE": IDLE, "RULE": rule, "KEPT": kept}
+    names |= {"REAL_SHAPE": real_shape, "WHOLE_SHAPE": whole_shape, "MATCH_SHAPE": match_shape, "STAT_SHAPE": stat_shape}
+    names |= {"LANES": lanes, "PER_WARP": WARP // lanes, "ROWS": real_shape[1]}
+
     def warp_barrier():
         cuda.syncwarp()
 
-    program = getattr(run_one, "py_func", run_one)
-    on_device = cuda.jit(device=True)(_rebind(program, f"{program.__name__}_cuda", barrier=warp_barrier))
-
-    def kernel(op, matches, lanes, game):
-        thread = cuda.grid(1)
-        m = thread // lanes
-        lane = thread - m * lanes
-        if m >= matches:  # the tail of the last warp must still come to every barrier
-            m, lane = matches - 1, IDLE
-        on_device(op, m, lane, lanes, game)
-
+    done = {}
+    names["place_of"] = cuda.jit(_for_cuda(_place_of, done, **names), device=True)
+    names["world_of"] = world_of
+    names["run_one"] = cuda.jit(_for_cuda(run_one, done, barrier=cuda.jit(warp_barrier, device=True)), device=True)
+    kernel = _for_cuda(_in_shared_memory if kept else _in_place, done, **names)
+    kernel.__name__ = f"{run_one.__name__}_{hashlib.sha256(repr((rule, shapes, lanes, kept)).encode()).hexdigest()[:16]}"
+    kernel.__qualname__ = kernel.__name__
     with our_cache():
-        return cuda.jit(cache=True)(kernel)
+        return cuda.jit(kernel, cache=True, lto=False, max_registers=MAX_REGISTERS)  # as a decorator it would forget lto
 
 
-IDLE = 1 << 30  # a lane beyond all units: it does nothing
+# ---- two things about Numba's compilers that have no switch; both are in force while our code is compiled ----
+def _take_index_as_is(context, builder, index_type, index, size):
+    """Python's negative indices cost a comparison at every access; the rules use none."""
+    return context.cast(builder, index, index_type, numba.types.intp)
 
 
 @contextlib.contextmanager
-def _no_fused_multiply_add():
-    """CPU and CUDA must round alike. Numba has no switch for this, its compiler has."""
-    from numba.cuda.cudadrv import nvvm
+def _compiling(device_type):
+    if device_type == "cpu":
+        from numba.np import arrayobj
 
-    compile_ir = nvvm.compile_ir
-    nvvm.compile_ir = functools.partial(compile_ir, fma=False)
+        swaps = [(arrayobj, "fix_integer_index", _take_index_as_is)]
+    else:
+        from numba.cuda.cudadrv import nvvm
+        from numba.cuda.np import arrayobj
+
+        no_fused_multiply_add = functools.partial(nvvm.compile_ir, fma=False)  # CPU and CUDA must round alike
+        swaps = [(arrayobj, "fix_integer_index", _take_index_as_is), (nvvm, "compile_ir", no_fused_multiply_add)]
+    before = [(module, name, getattr(module, name)) for module, name, _ in swaps]
+    for module, name, replacement in swaps:
+        setattr(module, name, replacement)
     try:
         yield
     finally:
-        nvvm.compile_ir = compile_ir
+        for module, name, original in before:
+            setattr(module, name, original)
 
 
 def view(tensor):
@@ -170,26 +291,37 @@ def view(tensor):
 
 
 class Runner:
-    """Runs a program over a batch: `runner(op, game)`. On CUDA it launches on torch's current stream."""
+    """Runs a program over a batch: `runner(op)`. On CUDA it launches on torch's current stream.
 
-    def __init__(self, run_one, matches, units, device):
-        self.matches = matches
+    `kept` are the numbers of fields, of real and of whole, that a program leaves behind, and the length of the line that the
+    lanes of a match share; None for a program that only looks.
+    """
+
+    def __init__(self, run_one, world_of, rule, game, device, kept=None):
+        matches, units = game.real.shape[1], game.real.shape[2]
+        self._compiled, self._device = False, device
         if device.type == "cpu":
-            run = _compile_cpu(run_one, threaded=matches >= SERIAL_BELOW)
-            self._launch = lambda op, game: run(op, matches, game)
+            run = _compile_cpu(run_one, world_of, threaded=matches >= SERIAL_BELOW)
+            self._launch = lambda op: run(op, matches, rule, game)
         else:
             from numba import cuda
 
-            kernel = _compile_cuda(run_one)
-            lanes = min(WARP, 1 << (units - 1).bit_length())  # a match never straddles two warps
-            blocks = -(-matches * lanes // THREADS_PER_BLOCK)
+            lanes = lanes_for(units)
+            rows = THREADS_PER_BLOCK // WARP * (WARP // lanes)
+            shapes = (game.real.shape[0], rows, units), (game.whole.shape[0], rows, units), (rows, game.match.shape[1])
+            kernel = _compile_cuda(run_one, world_of, rule, (*shapes, tuple(game.stat.shape)), lanes, kept)
+            blocks = -(-matches // rows)
 
-            def launch(op, game):
+            def launch(op):
                 stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
-                with _no_fused_multiply_add():
-                    kernel[blocks, THREADS_PER_BLOCK, stream](op, matches, lanes, game)
+                kernel[blocks, THREADS_PER_BLOCK, stream](op, matches, game)
 
             self._launch = launch
 
-    def __call__(self, op, game):
-        self._launch(op, game)
+    def __call__(self, op=-1):
+        if self._compiled:
+            self._launch(op)
+        else:
+            with _compiling(self._device.type):
+                self._launch(op)
+            self._compiled = True
