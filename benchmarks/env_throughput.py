@@ -1,6 +1,6 @@
-"""How many environment steps a second, with random available actions and autoreset: every step counted is a running match's.
+"""How many environment steps a second, with random available actions and autoreset: only running matches count.
 
-    python benchmarks/env_throughput.py                          all environments on the CPU, and on the GPU if there is one
+    python benchmarks/env_throughput.py            all environments on the CPU, and on the GPU if there is one
     python benchmarks/env_throughput.py --ids 3m 8m --matches 4096 65536 --devices cuda
 
 On CUDA the steps are captured in a graph, as training uses them. One match alone is timed without a policy.
@@ -91,4 +91,7 @@ if __name__ == "__main__":
         for env_id in args.ids:
             for matches in sizes:
                 rate, first = throughput(env_id, matches, device, args.seconds, args.options)
-                print(f"{env_id:18} {device:6} {matches:8} {rate:14,.0f} {matches / rate * 1e6:10.1f} {first:8.1f}", flush=True)
+                print(
+                    f"{env_id:18} {device:6} {matches:8} {rate:14,.0f} {matches / rate * 1e6:10.1f} {first:8.1f}",
+                    flush=True,
+                )

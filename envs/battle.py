@@ -10,34 +10,45 @@ Arrays are indexed by field, match m and unit u (allies first, then enemies): `g
 has the rules in words.
 """
 
-import math
 from collections import namedtuple
 
-import gymnasium
 import numpy as np
 import torch
 
 from envs import paths, vector
-from envs.battle_data import MAPS, TERRAINS, TYPES, UNITS
+from envs.batch import (
+    EPISODE,
+    FINAL,
+    FROZEN,
+    HANDS,
+    KEY,
+    LOOK,
+    OUTPUTS,
+    OVER,
+    PLAY,
+    RESTART,
+    RUNNING,
+    STAGE,
+    STEP,
+    Batch,
+)  # fmt: skip
+from envs.battle_data import MAPS, TERRAINS, TYPES
+from envs.battle_setup import LOOPS_PER_SECOND, SPAWN_SHIFT, build_units, resize
 from envs.vector import barrier, draw, lowest_bit, root, scalar, uniform
 
 F32 = np.float32
 
-# ---- the fields of a unit: real[field, m, u] and whole[field, m, u]; those behind the bar matter only within a step ----
+# ---- the fields of a unit: real[field, m, u] and whole[field, m, u]; all but the KEPT ones last one step ----
 REAL = ("X", "Y", "HEALTH", "SHIELD", "COOLDOWN", "ENERGY", "HURT_AT", "GOAL_X", "GOAL_Y", "BEFORE",
         "NEXT_X", "NEXT_Y", "WANT_X", "WANT_Y", "SOLID", "HEALING")  # fmt: skip
 (X, Y, HEALTH, SHIELD, COOLDOWN, ENERGY, HURT_AT, GOAL_X, GOAL_Y, BEFORE,
  NEXT_X, NEXT_Y, WANT_X, WANT_Y, SOLID, HEALING) = range(len(REAL))  # fmt: skip
 KEPT_REAL = NEXT_X
-# HURT_AT: the loop of the last damage; SOLID: the room it takes on the ground; BEFORE: health and shield at the step's start
+# HURT_AT: the loop of the last damage; SOLID: the room it takes on the ground; BEFORE: health + shield as the step began
 WHOLE = ("TARGET", "ORDER", "PROVOKED", "SHOOTER", "FUSE", "DETOUR", "LAST_ACTION", "SHOT")
 TARGET, ORDER, PROVOKED, SHOOTER, FUSE, DETOUR, LAST_ACTION, SHOT = range(len(WHOLE))
 KEPT_WHOLE = SHOT
 # FUSE: explodes in the next loop; DETOUR: loops still to walk sideways, left or (negative) right
-# ---- of a match: match[m, field] ----
-MATCH = ("KEY", "EPISODE", "STEP", "STAGE")
-KEY, EPISODE, STEP, STAGE = range(len(MATCH))
-RUNNING, OVER, FROZEN = range(3)  # stages; the step after OVER freezes the match
 # ---- what never changes about a unit: stat[field, u] ----
 STAT = ("RADIUS", "SEPARATION", "RANGE", "SCAN", "SPEED", "PERIOD", "DAMAGE", "HITS", "VERSUS_LIGHT", "VERSUS_ARMOURED",
         "ARMOUR", "LIGHT", "ARMOURED", "BIOLOGICAL", "FLIES", "CLIMBS", "HITS_AIR", "SPLASH", "HEALS", "MAX_HEALTH",
@@ -53,11 +64,9 @@ SINGLE, LINE, BLAST = range(3)  # splash shapes
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)  # actions; ATTACK + j is enemy (or patient) j
 
 LOOPS = 8  # game loops in an environment step
-LOOPS_PER_SECOND = 16
 SIGHT, SHOOT = F32(9), F32(6)  # SMAC's, from centre to centre, for every unit
 MOVE = F32(2)  # how far ahead a move action points; SMAC asks whether half of it is free
-SCAN_AT_LEAST = 5.0
-ZERO, HALF, ONE, THREE = F32(0), F32(0.5), F32(1), F32(3)
+ZERO, HALF, ONE = F32(0), F32(0.5), F32(1)
 FAR, TINY = F32(1e9), F32(1e-6)
 SHIELD_DELAY, SHIELD_REGENERATION = F32(10 * LOOPS_PER_SECOND), F32(2 / LOOPS_PER_SECOND)
 HEAL_RATE, HEALTH_PER_ENERGY = F32(9 / LOOPS_PER_SECOND), F32(3)
@@ -69,25 +78,38 @@ FOLLOW = F32(2)  # a Medivac with nobody to heal keeps this near to the nearest 
 BLOCKED = F32(0.3)  # who gets on by less than this part of a step goes sideways for a while
 DETOUR_LOOPS = 6
 BITS = 62  # units in one mask
-SPAWN_SHIFT = F32(0.1)
 FOR_SPAWN, FOR_ORDER, FOR_DELAY, FOR_SIDESTEP, FOR_ACTION = range(5)  # what a random number is for
 
-POINTS = ((0, 4), (0, -4), (4, 0), (-4, 0), (2, 2), (-2, -2), (2, -2), (-2, 2), (0, 0))  # where pathing and height are read
+POINTS = (
+    (0, 4),
+    (0, -4),
+    (4, 0),
+    (-4, 0),
+    (2, 2),
+    (-2, -2),
+    (2, -2),
+    (-2, 2),
+    (0, 0),
+)  # where pathing and height are read
 
-PLAY, RESTART, LOOK, SCORE = range(4)  # what a batch can be told to do
+SCORE = LOOK + 1  # one more thing that a batch of battles can be told
 
 # ---- what never changes about a match ----
 Rule = namedtuple(
     "Rule",
     "allies units actions width height limit autoreset auto_allies medivacs_do_not_count "
-    "open_ground healers fliers splash near "  # what need not be asked on maps without; how near others matter to a mover
+    "open_ground healers fliers splash near "  # what maps without need not ask; how near others matter to a mover
     "sparse only_positive win defeat death negative_scale scale "
-    "ally_shield enemy_shield types last_action pathing_grid terrain_height obs_time state_actions state_time state_is_obs "
+    "ally_shield enemy_shield types last_action pathing_grid terrain_height obs_time "
+    "state_actions state_time state_is_obs "
     "enemies_at enemy_width friends_at friend_width self_at obs_dim state_dim state_units",  # columns
 )
-World = namedtuple("World", "real whole match stat line ground waypoints rule")  # all that the rules need: the `g` below
-OUTPUTS = ("obs", "state", "avail", "alive", "reward", "terminated", "truncated", "won", "final_obs", "final_state", "final_avail")
-Game = namedtuple("Game", ("real", "whole", "match", *OUTPUTS, "stat", "line", "ground", "waypoints", "actions", "mask", "policy", "scripted"))
+World = namedtuple(
+    "World", "real whole match stat line ground waypoints rule"
+)  # all that the rules need: the `g` below
+Game = namedtuple(
+    "Game", ("real", "whole", "match", "stat", "line", "ground", "waypoints", *OUTPUTS, *FINAL, *HANDS)
+)  # the same for all matches of a batch, with what comes in and goes out
 
 
 @scalar
@@ -134,7 +156,9 @@ def may_stand(here, x, y, climbs, g):
         return False
     corner_1 = there // g.rule.width * g.rule.width + here % g.rule.width
     corner_2 = here // g.rule.width * g.rule.width + there % g.rule.width
-    return paths.joined(g.ground[here], g.ground[corner_1], climbs) and paths.joined(g.ground[here], g.ground[corner_2], climbs)
+    return paths.joined(g.ground[here], g.ground[corner_1], climbs) and paths.joined(
+        g.ground[here], g.ground[corner_2], climbs
+    )
 
 
 @scalar
@@ -238,7 +262,7 @@ def nearest_friend(m, u, at, hurt_only, g):
 
 @scalar
 def choose_target(m, u, at, g):
-    """The enemy's behaviour: keep the target until it dies or gets away, else take the nearest, else whoever shot from afar."""
+    """The enemy's way: keep the target until it dies or gets away, else take the nearest, else who shot from afar."""
     target = g.whole[TARGET, m, u]
     if target >= 0:
         leash = SIGHT if g.whole[PROVOKED, m, u] else g.stat[SCAN, u]
@@ -342,7 +366,11 @@ def splashed(m, u, v, at, g):
 @scalar
 def hit(u, v, health, shield, g):
     """(health, shield) of u after an attack by v: shields first, which have no armour."""
-    damage = g.stat[DAMAGE, v] + g.stat[VERSUS_LIGHT, v] * g.stat[LIGHT, u] + g.stat[VERSUS_ARMOURED, v] * g.stat[ARMOURED, u]
+    damage = (
+        g.stat[DAMAGE, v]
+        + g.stat[VERSUS_LIGHT, v] * g.stat[LIGHT, u]
+        + g.stat[VERSUS_ARMOURED, v] * g.stat[ARMOURED, u]
+    )
     for _ in range(int(g.stat[HITS, v])):
         absorbed = min(shield, damage)
         shield -= absorbed
@@ -538,8 +566,8 @@ def judge(m, g):
 def place(m, u, g):
     """Unit u at the start of a match."""
     key, episode, group = g.match[m, KEY], g.match[m, EPISODE], int(g.stat[GROUP, u])
-    shift_x = (uniform(key, episode, group, FOR_SPAWN) * F32(2) - ONE) * SPAWN_SHIFT
-    shift_y = (uniform(key, episode, group + 1000, FOR_SPAWN) * F32(2) - ONE) * SPAWN_SHIFT
+    shift_x = (uniform(key, episode, group, FOR_SPAWN) * F32(2) - ONE) * F32(SPAWN_SHIFT)
+    shift_y = (uniform(key, episode, group + 1000, FOR_SPAWN) * F32(2) - ONE) * F32(SPAWN_SHIFT)
     along = uniform(key, episode, 0, FOR_ORDER)
     for field in range(len(REAL)):
         g.real[field, m, u] = ZERO
@@ -751,7 +779,9 @@ def run_one(op, m, row, lane, lanes, g, game):
             barrier()
             shown = restarting
         for a in range(agents):
-            line, i = (game.obs, m * agents + a) if alone else (g.line, row)  # many lanes write a line together, then out at once
+            line, i = (
+                (game.obs, m * agents + a) if alone else (g.line, row)
+            )  # many lanes write a line together, then out at once
             if shown:
                 if lane == 0:
                     game.alive[m, a] = g.real[HEALTH, row, a] > ZERO
@@ -871,121 +901,10 @@ def act_one(op, m, row, lane, lanes, g, game):
         game.scripted[m, a] = scripted_action(row, a, game.policy[m, a], game.avail, m, g)
 
 
-# ---- from a map to arrays ----
-def lattice(point, count, pitch, facing, ground):
-    """`count` places on a square lattice round the point, nearest first, where a unit can stand.
+class Battle(Batch):
+    """Matches on one map. docs/battles.md describes the interface and the options; envs.make builds one."""
 
-    Ties go to the front: `facing` is the way to the foe, so that two sides face each other as in a mirror.
-    """
-    side = math.ceil(math.sqrt(count))
-    half = (side - 1) / 2
-    height, width = ground.shape
-    places = []
-    for i in range(-side, 2 * side):
-        for j in range(-side, 2 * side):
-            forward, sideways = (i - half) * pitch, (j - half) * pitch
-            x, y = (forward * facing[0], sideways) if facing[0] else (sideways, forward * facing[1])
-            corners = [
-                (math.floor(point[0] + x + dx), math.floor(point[1] + y + dy))
-                for dx in (-SPAWN_SHIFT, SPAWN_SHIFT)
-                for dy in (-SPAWN_SHIFT, SPAWN_SHIFT)
-            ]
-            if all(0 <= c < width and 0 <= r < height and ground[r, c] != paths.WALL for c, r in corners):
-                places.append((forward**2 + sideways**2, -forward, sideways, point[0] + x, point[1] + y))
-    if len(places) < count:
-        raise ValueError(f"{count} units do not fit round {point}: there is room for {len(places)}")
-    return [(x, y) for *_, x, y in sorted(places)[:count]]
-
-
-def muster(groups, facing, ground):
-    """The units of one side as (kind, x, y, point), in the order of the groups, from the rear to the front."""
-    units = [[] for _ in groups]
-    for point in dict.fromkeys(point for _, _, point in groups):
-        for flies in (False, True):
-            here = [i for i, (_, kind, at) in enumerate(groups) if at == point and UNITS[kind].flies == flies]
-            if not here:
-                continue
-            separation = max(UNITS[groups[i][1]].separation or UNITS[groups[i][1]].radius for i in here)
-            places = lattice(point, sum(groups[i][0] for i in here), 2 * separation, facing, ground)
-            for i in here:
-                count, kind, _ = groups[i]
-                mine, places = places[:count], places[count:]
-                mine.sort(key=lambda p: (p[0] * facing[0] + p[1] * facing[1], p[1] if facing[0] else p[0]))
-                units[i] = [(kind, x, y, point) for x, y in mine]
-    return [unit for group in units for unit in group]
-
-
-def resize(spec, n_agents, name):
-    """The map's groups with n_agents allies and the map's difference in numbers."""
-    if n_agents is not None and (isinstance(n_agents, bool) or not isinstance(n_agents, int)):
-        raise ValueError(f"n_agents is a whole number, not {n_agents!r}")
-    allies, enemies = [list(group) for group in spec.allies], [list(group) for group in spec.enemies]
-    own = sum(count for count, _, _ in allies)
-    extra = 0 if n_agents is None else n_agents - own
-    if extra == 0:
-        return allies, enemies
-    if len({kind for _, kind, _ in allies}) > 1 or len({kind for _, kind, _ in enemies}) > 1:
-        raise ValueError(f"{name} has several kinds of units: it is played by {own} agents, not {n_agents}")
-    least = max(1, own - sum(count for count, _, _ in enemies) + 1)
-    if n_agents < least:
-        raise ValueError(f"{name} with n_agents={n_agents} would leave no one to fight: at least {least}")
-    for side in (allies, enemies):
-        turn = 0
-        for _ in range(abs(extra)):
-            while extra < 0 and side[turn % len(side)][0] == 0:
-                turn += 1
-            side[turn % len(side)][0] += 1 if extra > 0 else -1
-            turn += 1
-    return [g for g in allies if g[0]], [g for g in enemies if g[0]]
-
-
-def centre(groups):
-    return np.average([point for _, _, point in groups], axis=0, weights=[count for count, _, _ in groups])
-
-
-def build_units(spec, groups, ground, auto_allies):
-    """(names of the kinds, stat) of all units, allies first, numbered as SMAC numbers them."""
-    allies, enemies = groups
-    towards = centre(enemies) - centre(allies)
-    axis = int(abs(towards[1]) > abs(towards[0]))
-    facing = [0, 0]
-    facing[axis] = 1 if towards[axis] >= 0 else -1
-    ally_kinds, enemy_bits = TYPES[spec.types]
-    ours = sorted(muster(allies, facing, ground), key=lambda unit: (ally_kinds.index(unit[0]), unit[1], unit[2]))
-    theirs = muster(enemies, [-f for f in facing], ground)
-    kinds = [unit[0] for unit in ours + theirs]
-    points = list(dict.fromkeys([("ally", u[3]) for u in ours] + [("enemy", u[3]) for u in theirs]))
-
-    stat = np.zeros((len(STAT), len(kinds)), np.float32)
-    for u, (kind, x, y, point) in enumerate(ours + theirs):
-        unit, ally = UNITS[kind], u < len(ours)
-        stat[:, u] = [
-            unit.radius, unit.separation or unit.radius, unit.range, max(unit.range, SCAN_AT_LEAST),
-            unit.speed / LOOPS_PER_SECOND, unit.period * LOOPS_PER_SECOND, unit.damage, unit.hits, unit.versus_light,
-            unit.versus_armoured, unit.armour, unit.light, unit.armoured, unit.biological, unit.flies, unit.climbs,
-            unit.hits_air, ("", "line", "blast").index(unit.splash), unit.heals, unit.health, unit.shield,
-            unit.regeneration / LOOPS_PER_SECOND, unit.cooldown_scale, -1, x, y,
-            points.index(("ally" if ally else "enemy", point)), x, y, 0, 0,
-        ]  # fmt: skip
-        bits = ally_kinds if ally else enemy_bits
-        if enemy_bits:
-            stat[TYPE_BIT, u] = bits.index(kind)
-        order = spec.order if not ally else (("hunt",) if spec.order == ("hunt",) else ("go", tuple(centre(enemies))))
-        if order == ("hunt",):
-            stat[SCAN, u] = FAR
-        elif order[0] != "stay":
-            goal = np.array(order[1])
-            offset = np.array([x, y]) - point
-            column, row = np.floor(goal + offset).astype(int)
-            free = 0 <= row < ground.shape[0] and 0 <= column < ground.shape[1] and ground[row, column] != paths.WALL
-            stat[ORDER_X : ORDER_Y + 1, u] = goal + offset if free else goal
-            if order[0] == "go_between":
-                stat[SPAN_X : SPAN_Y + 1, u] = np.array(order[2]) - goal
-    return kinds, stat
-
-
-class Battle:
-    """`num_envs` matches on one map. docs/battles.md describes the interface; envs.make builds one."""
+    policies = POLICIES
 
     def __init__(
         self,
@@ -1019,84 +938,37 @@ class Battle:
         ground = paths.read_terrain(TERRAINS[spec.terrain])
         waypoints = paths.waypoints(TERRAINS[spec.terrain])
         groups = resize(spec, n_agents, name)
-        kinds, stat = build_units(spec, groups, ground, auto_allies)
+        kinds, facts = build_units(spec, groups, ground)
+        stat = np.stack([facts[name.lower()] for name in STAT])
         allies = sum(count for count, _, _ in groups[0])
         enemies = len(kinds) - allies
-
-        self.name, self.num_envs, self.device = name, num_envs, torch.device(device)
-        self.n_agents, self.n_enemies, self.n_actions = allies, enemies, ATTACK + enemies
-        self.episode_limit = spec.limit
-        self.unit_kinds = kinds
-        self.agents = [f"{kind}_{a}" for a, kind in enumerate(kinds[:allies])]
-        self.autoreset = autoreset
-        self.check = num_envs <= 64 and self.device.type == "cpu" if check is None else check
-        types, ally_shield, enemy_shield = len(TYPES[spec.types][1]), int(spec.races[0] == "P"), int(spec.races[1] == "P")
+        actions = ATTACK + enemies
+        types, ally_shield, enemy_shield = (
+            len(TYPES[spec.types][1]),
+            int(spec.races[0] == "P"),
+            int(spec.races[1] == "P"),
+        )
         enemies_at = ATTACK - NORTH + (len(POINTS) - 1) * obs_pathing_grid + len(POINTS) * obs_terrain_height
-        enemy_width, friend_width = 5 + enemy_shield + types, 5 + ally_shield + types + self.n_actions * obs_last_action
+        enemy_width, friend_width = 5 + enemy_shield + types, 5 + ally_shield + types + actions * obs_last_action
         friends_at = enemies_at + enemies * enemy_width
         self_at = friends_at + (allies - 1) * friend_width
-        self.obs_dim = self_at + 1 + ally_shield + types + obs_timestep_number
-        self.state_dim = allies * (4 + ally_shield + types) + enemies * (3 + enemy_shield + types)
-        self.state_dim += allies * self.n_actions * state_last_action + state_timestep_number
+        obs_dim = self_at + 1 + ally_shield + types + obs_timestep_number
+        state_units = allies * (4 + ally_shield + types) + enemies * (3 + enemy_shield + types)
+        state_dim = state_units + allies * actions * state_last_action + state_timestep_number
         if obs_instead_of_state:
-            self.state_dim = allies * self.obs_dim
-        self.metadata = {
-            "name": name,
-            "render_modes": [],
-            "autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP if autoreset else gymnasium.vector.AutoresetMode.DISABLED,
-        }
-        box, multi = gymnasium.spaces.Box, gymnasium.spaces.MultiDiscrete
-        self.single_observation_space = box(-1.0, 1.0, (allies, self.obs_dim), np.float32)
-        self.single_action_space = multi([self.n_actions] * allies)
-        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
+            state_dim = allies * obs_dim
+        self.n_enemies, self.unit_kinds = enemies, kinds
+        super().__init__(
+            name, num_envs, device, seed, [f"{kind}_{a}" for a, kind in enumerate(kinds[:allies])],
+            (actions, obs_dim, state_dim, spec.limit), autoreset, check,
+            {"real": (torch.float32, (len(REAL), num_envs, len(kinds))),
+             "whole": (torch.int32, (len(WHOLE), num_envs, len(kinds)))},
+        )  # fmt: skip
 
         full = stat[MAX_HEALTH, allies:].sum() + stat[MAX_SHIELD, allies:].sum()
         best = reward_death_value * enemies + reward_win + full
-
-        def blank(dtype, *shape):
-            return torch.zeros((num_envs, *shape), dtype=dtype, device=self.device)
-
-        real, boolean, integer = torch.float32, torch.bool, torch.int64
-        kept = num_envs if autoreset else 0
-        self._simulation = {
-            "real": torch.zeros((len(REAL), num_envs, len(kinds)), dtype=torch.float32, device=self.device),
-            "whole": torch.zeros((len(WHOLE), num_envs, len(kinds)), dtype=torch.int32, device=self.device),
-            "match": blank(integer, len(MATCH)),
-        }
-        self._outputs = {
-            "obs": blank(real, allies, self.obs_dim),
-            "state": blank(real, self.state_dim),
-            "avail": blank(boolean, allies, self.n_actions),
-            "alive": blank(boolean, allies),
-            "reward": blank(real, allies),
-            "terminated": blank(boolean),
-            "truncated": blank(boolean),
-            "won": blank(boolean),
-            "final_obs": blank(real, allies, self.obs_dim)[:kept],
-            "final_state": blank(real, self.state_dim)[:kept],
-            "final_avail": blank(boolean, allies, self.n_actions)[:kept],
-        }
-        self.actions = blank(integer, allies)
-        self._mask = blank(boolean)
-        self._simulation["match"][:, STAGE] = FROZEN
-        self._started = False
-        self._seed = seed
-
-        self._policy, self._scripted = blank(integer, allies), blank(integer, allies)
-        constant = {
-            "stat": stat,
-            "line": np.zeros((1, 1), np.float32),  # a row to write to, where several lanes share the work
-            "ground": ground.reshape(-1),
-            "waypoints": np.zeros((1, 1, 1), np.int16) if waypoints is None else waypoints,
-        }
-        self._constant = {key: torch.as_tensor(value).to(self.device) for key, value in constant.items()}
-        hands = {"actions": self.actions, "mask": self._mask, "policy": self._policy, "scripted": self._scripted}
-        tensors = {**self._simulation, **self._outputs, **hands, **self._constant}
-        tensors["obs"] = self._outputs["obs"].view(num_envs * allies, self.obs_dim)
-        self._game = Game(**{key: vector.view(tensor) for key, tensor in tensors.items()})
         rule = Rule(
-            allies=allies, units=len(kinds), actions=self.n_actions, width=ground.shape[1], height=ground.shape[0],
+            allies=allies, units=len(kinds), actions=actions, width=ground.shape[1], height=ground.shape[0],
             limit=spec.limit, autoreset=int(autoreset), auto_allies=int(auto_allies),
             medivacs_do_not_count=int(spec.types == "MMM"),
             open_ground=int(waypoints is None), healers=int(stat[HEALS].any()), fliers=int(stat[FLIES].any()),
@@ -1105,89 +977,31 @@ class Battle:
             defeat=F32(reward_defeat), death=F32(reward_death_value), negative_scale=F32(reward_negative_scale),
             scale=F32(best / reward_scale_rate if reward_scale else 1.0),
             ally_shield=ally_shield, enemy_shield=enemy_shield, types=types, last_action=int(obs_last_action),
-            pathing_grid=int(obs_pathing_grid), terrain_height=int(obs_terrain_height), obs_time=int(obs_timestep_number),
+            pathing_grid=int(obs_pathing_grid), terrain_height=int(obs_terrain_height),
+            obs_time=int(obs_timestep_number),
             state_actions=int(state_last_action), state_time=int(state_timestep_number),
-            state_is_obs=int(obs_instead_of_state), enemies_at=enemies_at, enemy_width=enemy_width, friends_at=friends_at,
-            friend_width=friend_width, self_at=self_at, obs_dim=self.obs_dim, state_dim=self.state_dim,
-            state_units=allies * (4 + ally_shield + types) + enemies * (3 + enemy_shield + types),
+            state_is_obs=int(obs_instead_of_state),
+            enemies_at=enemies_at, enemy_width=enemy_width, friends_at=friends_at,
+            friend_width=friend_width, self_at=self_at, obs_dim=obs_dim, state_dim=state_dim, state_units=state_units,
         )  # fmt: skip
-        self._run = vector.Runner(run_one, world_of, rule, self._game, self.device, kept=(KEPT_REAL, KEPT_WHOLE, max(self.obs_dim, rule.state_units)))
-        self._act = vector.Runner(act_one, world_of, rule, self._game, self.device)
-        shown = ("state", "avail", "alive", "won") + (("final_obs", "final_state", "final_avail") if autoreset else ())
-        self._info = {key: self._outputs[key] for key in shown}
-        self._info["invalid"] = blank(boolean)
-
-    # ---- playing ----
-    def reset(self, seed=None, mask=None):
-        """Starts all matches, or those of the mask, anew; with a seed their random streams begin again too."""
-        if mask is None:
-            self._mask.fill_(True)
-        else:
-            mask = torch.as_tensor(mask, device=self.device)
-            if mask.shape != (self.num_envs,) or mask.dtype != torch.bool:
-                raise ValueError(f"mask is a boolean tensor of shape ({self.num_envs},), not {mask.dtype} {tuple(mask.shape)}")
-            self._mask.copy_(mask)
-        if seed is None and not self._started:
-            seed = self._seed
-        if seed is not None:
-            self._seed_matches(seed, None if not self._started else self._mask)
-        self._started = True
-        self._run(RESTART)
-        return self._outputs["obs"], self._info
-
-    def step(self, actions):
-        """Plays one step of all running matches. What it returns is overwritten by the next call."""
-        if not self._started:
-            raise RuntimeError("reset() comes before step()")
-        if actions is not self.actions:
-            actions = torch.as_tensor(actions)
-            if actions.shape != self.actions.shape or actions.dtype.is_floating_point or actions.dtype == torch.bool:
-                raise ValueError(
-                    f"actions are integers of shape {tuple(self.actions.shape)}, not {actions.dtype} {tuple(actions.shape)}"
-                )
-            self.actions.copy_(actions)
-        if self.check:
-            self._refuse_unavailable()
-        self._run(PLAY)
-        out = self._outputs
-        return out["obs"], out["reward"], out["terminated"], out["truncated"], self._info
-
-    def scripted_actions(self, policy="nearest"):
-        """What a built-in policy does now: a name for all, or an integer tensor (num_envs, n_agents) of places in `policies`.
-
-        (num_envs, n_agents) integers, overwritten by the next call. `random` draws anew each step, not each call.
-        """
-        if isinstance(policy, str):
-            if policy not in POLICIES:
-                raise ValueError(f"unknown policy {policy!r}: one of {', '.join(POLICIES)}")
-            self._policy.fill_(POLICIES.index(policy))
-        else:
-            self._policy.copy_(torch.as_tensor(policy))
-        self._act()
-        return self._scripted
-
-    policies = POLICIES
-
-    # ---- looking into it ----
-    def snapshot(self):
-        """A copy of the whole simulation, random streams included: tensors by name."""
-        return {key: tensor.clone() for key, tensor in {**self._simulation, **self._outputs}.items()}
-
-    def restore(self, snapshot):
-        """Puts a snapshot back; returns (obs, info) as they were then."""
-        tensors = {**self._simulation, **self._outputs}
-        for key, tensor in tensors.items():
-            if key not in snapshot or snapshot[key].shape != tensor.shape:
-                raise ValueError(f"the snapshot does not fit: {key} should be {tuple(tensor.shape)}")
-        for key, tensor in tensors.items():
-            tensor.copy_(snapshot[key])
-        self._started = True
-        return self._outputs["obs"], self._info
+        constant = {
+            "stat": stat,
+            "line": np.zeros((1, 1), np.float32),  # CUDA has a line in shared memory for each match
+            "ground": ground.reshape(-1),
+            "waypoints": np.zeros((1, 1, 1), np.int16) if waypoints is None else waypoints,
+        }
+        self._constant = {key: torch.as_tensor(value).to(self.device) for key, value in constant.items()}
+        tensors = {**self._tensors(), **self._constant}
+        tensors["obs"] = tensors["obs"].view(num_envs * allies, obs_dim)
+        game = Game(**{key: vector.view(tensor) for key, tensor in tensors.items()})
+        kept = (KEPT_REAL, KEPT_WHOLE, max(obs_dim, state_units))
+        self._run = vector.Runner(run_one, world_of, rule, game, self.device, kept)
+        self._act = vector.Runner(act_one, world_of, rule, game, self.device)
 
     def set_units(self, x=None, y=None, health=None, shield=None, cooldown=None, energy=None, last_action=None):
         """Sets units by hand, (num_envs, allies + enemies) each, `last_action` (num_envs, n_agents) with -1 for none.
 
-        Cooldown is in game loops. Setting health or shield counts as damage just taken. Returns (obs, info), without a step.
+        Cooldown is in game loops. Setting health or shield counts as damage just taken. Returns (obs, info); no step.
         """
         if not self._started:
             raise RuntimeError("reset() comes before set_units()")
@@ -1205,7 +1019,7 @@ class Battle:
         return self._outputs["obs"], self._info
 
     def reward_since(self, health, shield):
-        """(num_envs,) the shaped reward, without win or defeat, for coming from that health and shield to the present ones."""
+        """(num_envs,) the shaped reward, without win or defeat, for coming from that health and shield to now."""
         real, reward = self._simulation["real"], self._outputs["reward"]
         real[BEFORE] = self._fitting("health", health, real[HEALTH]) + self._fitting("shield", shield, real[SHIELD])
         shown = reward.clone()
@@ -1220,30 +1034,8 @@ class Battle:
         named = {"x": X, "y": Y, "health": HEALTH, "shield": SHIELD, "cooldown": COOLDOWN, "energy": ENERGY}
         return {key: real[field] for key, field in named.items()}
 
-    def close(self):
-        pass
-
-    def _seed_matches(self, seed, mask):
-        match = self._simulation["match"]
-        keys = np.random.SeedSequence(int(seed) % (1 << 63)).generate_state(self.num_envs).astype(np.int64)
-        keys = torch.as_tensor(keys, device=self.device)
-        chosen = slice(None) if mask is None else mask
-        match[chosen, KEY] = keys[chosen]
-        match[chosen, EPISODE] = -1
-
     def _fitting(self, name, values, like):
         values = torch.as_tensor(values, device=self.device)
         if values.shape != like.shape:
             raise ValueError(f"{name} has shape {tuple(like.shape)}, not {tuple(values.shape)}")
         return values.to(like.dtype)
-
-    def _refuse_unavailable(self):
-        actions, avail = self.actions, self._outputs["avail"]
-        known = actions.clamp(0, self.n_actions - 1)
-        wrong = (actions != known) | ~avail.gather(2, known.unsqueeze(2)).squeeze(2)
-        if wrong.any():
-            m, a = wrong.nonzero()[0].tolist()
-            allowed = avail[m, a].nonzero().flatten().tolist()
-            raise ValueError(
-                f"match {m}, agent {a} ({self.agents[a]}): action {int(actions[m, a])} is not available, only {allowed}"
-            )

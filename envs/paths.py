@@ -1,7 +1,7 @@
 """Ways round walls and cliffs, as a table: from every cell of a terrain to every other, which cell to walk to next.
 
-The next cell is the farthest one on a shortest path that can be walked to straight from anywhere in the present cell, so
-that a unit walks at any angle, not in eight directions, and never scrapes along a wall.
+The next cell is the farthest one on a shortest path that can be walked to straight from anywhere in the present cell,
+so that a unit walks at any angle, not in eight directions, and never scrapes along a wall.
 """
 
 import functools
@@ -47,9 +47,17 @@ def _straight(ground, ax, ay, bx, by, climbs):
             x, y = ax + i * x_step, ay + j * y_step
             if ground[y, x] == WALL:
                 return False
-            if i < abs(dx) and _swept(i + 1, j, abs(dx), abs(dy)) and not joined(ground[y, x], ground[y, x + x_step], climbs):
+            if (
+                i < abs(dx)
+                and _swept(i + 1, j, abs(dx), abs(dy))
+                and not joined(ground[y, x], ground[y, x + x_step], climbs)
+            ):
                 return False
-            if j < abs(dy) and _swept(i, j + 1, abs(dx), abs(dy)) and not joined(ground[y, x], ground[y + y_step, x], climbs):
+            if (
+                j < abs(dy)
+                and _swept(i, j + 1, abs(dx), abs(dy))
+                and not joined(ground[y, x], ground[y + y_step, x], climbs)
+            ):
                 return False
     return True
 

@@ -30,6 +30,7 @@ from numba import njit, prange
 
 SERIAL_BELOW = 8  # matches; waking the threads costs more than playing fewer than these
 THREADS_PER_BLOCK = 128
+WARP_EACH = 8192  # up to this many matches have a warp to themselves
 MAX_REGISTERS = 80  # more warps at a time are worth a few spills
 WARP = 32
 
@@ -137,8 +138,8 @@ def _compile_cpu(run_one, world_of, threaded):
 
 # ---- CUDA ----
 def _in_shared_memory(op, matches, game):
-    # A match's simulation lives in shared memory for the length of a call and its rules are constants: addresses cost little.
-    # Only the first KEPT fields outlive it.
+    # A match's simulation lives in shared memory for the length of a call, and its rules are constants: addresses cost
+    # little. Only the first KEPT fields outlive it.
     real, whole = cuda.shared.array(REAL_SHAPE, float32), cuda.shared.array(WHOLE_SHAPE, int32)  # noqa: F821
     match, stat = cuda.shared.array(MATCH_SHAPE, int64), cuda.shared.array(STAT_SHAPE, float32)  # noqa: F821
     line = cuda.shared.array((ROWS, KEPT[2]), float32)  # noqa: F821
@@ -187,14 +188,16 @@ def _place_of(thread, matches):
 IDLE = 1 << 30
 
 
-def lanes_for(units):
-    """Lanes to a match: as few rounds over its units as keep most of a warp busy."""
+def lanes_for(units, matches):
+    """Lanes to a match. Few matches get a warp each, which is quickest; many share warps, which wastes fewest lanes."""
+    if matches <= WARP_EACH:
+        return WARP
 
-    def busy(rounds):
+    def busy(rounds):  # the part of a warp's lanes that have a unit
         lanes = -(-units // rounds)
         return WARP // lanes * units / (WARP * rounds) if lanes <= WARP else 0
 
-    rounds = max(range(1, 5), key=lambda r: (busy(r) > 0, min(busy(r), 0.85), -r))
+    rounds = max(range(1, 1 + -(-units // 4)), key=lambda r: (min(busy(r), 0.85), -r))
     return -(-units // rounds)
 
 
@@ -206,7 +209,9 @@ class _CountedLoops(ast.NodeTransformer):
         bounds = node.iter.args
         start, stop = (bounds[0], bounds[1]) if len(bounds) > 1 else (ast.Constant(0), bounds[0])
         step = bounds[2] if len(bounds) > 2 else ast.Constant(1)
-        first = ast.Assign([node.target], ast.BinOp(start, ast.Sub(), step))  # the step comes first, so that `continue` works
+        first = ast.Assign(
+            [node.target], ast.BinOp(start, ast.Sub(), step)
+        )  # the step comes first, so that `continue` works
         count = ast.AugAssign(node.target, ast.Add(), step)
         target = ast.Name(node.target.id, ast.Load())
         condition = ast.Compare(ast.BinOp(target, ast.Add(), step), [ast.Lt()], [stop])
@@ -225,7 +230,10 @@ def _for_cuda(function, done, **names):
         for name in function.__code__.co_names:
             if name not in names and getattr(scope.get(name), "targetoptions", {}).get("forceinline"):
                 scope[name] = cuda.jit(_for_cuda(scope[name], done, **names), device=True)
-        exec(compile(ast.fix_missing_locations(_CountedLoops().visit(tree)), function.__code__.co_filename, "exec"), scope)
+        exec(
+            compile(ast.fix_missing_locations(_CountedLoops().visit(tree)), function.__code__.co_filename, "exec"),
+            scope,
+        )
         done[function] = scope[function.__name__]
     return done[function]
 
@@ -236,7 +244,12 @@ def _compile_cuda(run_one, world_of, rule, shapes, lanes, kept):
 
     real_shape, whole_shape, match_shape, stat_shape = shapes
     names = {"cuda": cuda, "float32": float32, "int32": int32, "int64": int64, "IDLE": IDLE, "RULE": rule, "KEPT": kept}
-    names |= {"REAL_SHAPE": real_shape, "WHOLE_SHAPE": whole_shape, "MATCH_SHAPE": match_shape, "STAT_SHAPE": stat_shape}
+    names |= {
+        "REAL_SHAPE": real_shape,
+        "WHOLE_SHAPE": whole_shape,
+        "MATCH_SHAPE": match_shape,
+        "STAT_SHAPE": stat_shape,
+    }
     names |= {"LANES": lanes, "PER_WARP": WARP // lanes, "ROWS": real_shape[1]}
 
     def warp_barrier():
@@ -247,10 +260,13 @@ def _compile_cuda(run_one, world_of, rule, shapes, lanes, kept):
     names["world_of"] = world_of
     names["run_one"] = cuda.jit(_for_cuda(run_one, done, barrier=cuda.jit(warp_barrier, device=True)), device=True)
     kernel = _for_cuda(_in_shared_memory if kept else _in_place, done, **names)
-    kernel.__name__ = f"{run_one.__name__}_{hashlib.sha256(repr((rule, shapes, lanes, kept)).encode()).hexdigest()[:16]}"
+    kernel.__name__ = (
+        f"{run_one.__name__}_{hashlib.sha256(repr((rule, shapes, lanes, kept)).encode()).hexdigest()[:16]}"
+    )
     kernel.__qualname__ = kernel.__name__
     with our_cache():
-        return cuda.jit(kernel, cache=True, lto=False, max_registers=MAX_REGISTERS)  # as a decorator it would forget lto
+        # called, not used as a decorator, which would forget lto
+        return cuda.jit(kernel, cache=True, lto=False, max_registers=MAX_REGISTERS)
 
 
 # ---- two things about Numba's compilers that have no switch; both are in force while our code is compiled ----
@@ -293,8 +309,8 @@ def view(tensor):
 class Runner:
     """Runs a program over a batch: `runner(op)`. On CUDA it launches on torch's current stream.
 
-    `kept` are the numbers of fields, of real and of whole, that a program leaves behind, and the length of the line that the
-    lanes of a match share; None for a program that only looks.
+    `kept` are the numbers of fields, of real and of whole, that a program leaves behind, and the length of the line
+    that the lanes of a match share; None for a program that only looks.
     """
 
     def __init__(self, run_one, world_of, rule, game, device, kept=None):
@@ -306,7 +322,7 @@ class Runner:
         else:
             from numba import cuda
 
-            lanes = lanes_for(units)
+            lanes = lanes_for(units, matches)
             rows = THREADS_PER_BLOCK // WARP * (WARP // lanes)
             shapes = (game.real.shape[0], rows, units), (game.whole.shape[0], rows, units), (rows, game.match.shape[1])
             kernel = _compile_cuda(run_one, world_of, rule, (*shapes, tuple(game.stat.shape)), lanes, kept)

@@ -1,0 +1,157 @@
+"""What every environment shows to the outside: a batch of matches with Gymnasium's words and torch tensors.
+
+An environment hands over its sizes and simulation arrays and sets `_run` and `_act`, its programs (see envs/vector.py).
+"""
+
+import gymnasium
+import numpy as np
+import torch
+
+KEY, EPISODE, STEP, STAGE = range(4)  # the fields of a match: match[m, field]
+RUNNING, OVER, FROZEN = range(3)  # stages; the step after OVER freezes the match
+PLAY, RESTART, LOOK = range(3)  # what a batch can be told to do
+OUTPUTS = ("obs", "state", "avail", "alive", "reward", "terminated", "truncated", "won")
+FINAL = ("final_obs", "final_state", "final_avail")
+HANDS = ("actions", "mask", "policy", "scripted")  # what comes in, and what the scripted policies say
+
+
+class Batch:
+    """`num_envs` matches at a time. What its methods return is overwritten by the next call: clone what you keep."""
+
+    policies = ()
+
+    def __init__(self, name, num_envs, device, seed, agents, sizes, autoreset, check, simulation):
+        self.name, self.num_envs, self.device, self.agents = name, num_envs, torch.device(device), agents
+        self.n_agents, self.autoreset, self._seed, self._started = len(agents), autoreset, seed, False
+        self.n_actions, self.obs_dim, self.state_dim, self.episode_limit = sizes
+        self.check = num_envs <= 64 and self.device.type == "cpu" if check is None else check
+        modes = gymnasium.vector.AutoresetMode
+        self.metadata = {
+            "name": name,
+            "render_modes": [],
+            "autoreset_mode": modes.SAME_STEP if autoreset else modes.DISABLED,
+        }
+        self.single_observation_space = gymnasium.spaces.Box(-1.0, 1.0, (self.n_agents, self.obs_dim), np.float32)
+        self.single_action_space = gymnasium.spaces.MultiDiscrete([self.n_actions] * self.n_agents)
+        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
+
+        def blank(dtype, *shape):
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        number, yes, integer, matches, agents = torch.float32, torch.bool, torch.int64, num_envs, self.n_agents
+        self._simulation = {name: blank(dtype, *shape) for name, (dtype, shape) in simulation.items()}
+        self._simulation["match"] = blank(integer, matches, 4)
+        self._simulation["match"][:, STAGE] = FROZEN
+        kept = matches if autoreset else 0
+        self._outputs = {
+            "obs": blank(number, matches, agents, self.obs_dim),
+            "state": blank(number, matches, self.state_dim),
+            "avail": blank(yes, matches, agents, self.n_actions),
+            "alive": blank(yes, matches, agents),
+            "reward": blank(number, matches, agents),
+            "terminated": blank(yes, matches),
+            "truncated": blank(yes, matches),
+            "won": blank(yes, matches),
+            "final_obs": blank(number, kept, agents, self.obs_dim),
+            "final_state": blank(number, kept, self.state_dim),
+            "final_avail": blank(yes, kept, agents, self.n_actions),
+        }
+        self.actions, self._mask = blank(integer, matches, agents), blank(yes, matches)
+        self._policy, self._scripted = blank(integer, matches, agents), blank(integer, matches, agents)
+        self._info = {
+            key: self._outputs[key] for key in ("state", "avail", "alive", "won", *(FINAL if autoreset else ()))
+        }
+        self._info["invalid"] = blank(yes, matches)
+
+    def _tensors(self):
+        """All that a program works on, by name."""
+        hands = {"actions": self.actions, "mask": self._mask, "policy": self._policy, "scripted": self._scripted}
+        return {**self._simulation, **self._outputs, **hands}
+
+    # ---- playing ----
+    def reset(self, seed=None, mask=None):
+        """Starts all matches, or those of the mask, anew; with a seed their random streams begin again too."""
+        if mask is None:
+            self._mask.fill_(True)
+        else:
+            mask = torch.as_tensor(mask, device=self.device)
+            if mask.shape != (self.num_envs,) or mask.dtype != torch.bool:
+                given = f"{mask.dtype} {tuple(mask.shape)}"
+                raise ValueError(f"mask is a boolean tensor of shape ({self.num_envs},), not {given}")
+            self._mask.copy_(mask)
+        if seed is None and not self._started:
+            seed = self._seed
+        if seed is not None:
+            self._seed_matches(seed, None if not self._started else self._mask)
+        self._started = True
+        self._run(RESTART)
+        return self._outputs["obs"], self._info
+
+    def step(self, actions):
+        """Plays one step of all running matches. What it returns is overwritten by the next call."""
+        if not self._started:
+            raise RuntimeError("reset() comes before step()")
+        if actions is not self.actions:
+            actions = torch.as_tensor(actions)
+            if actions.shape != self.actions.shape or actions.dtype.is_floating_point or actions.dtype == torch.bool:
+                given = f"{actions.dtype} {tuple(actions.shape)}"
+                raise ValueError(f"actions are integers of shape {tuple(self.actions.shape)}, not {given}")
+            self.actions.copy_(actions)
+        if self.check:
+            self._refuse_unavailable()
+        self._run(PLAY)
+        out = self._outputs
+        return out["obs"], out["reward"], out["terminated"], out["truncated"], self._info
+
+    def scripted_actions(self, policy):
+        """What built-in policies do now: one of `policies` for all, or a tensor (num_envs, n_agents) of places in it.
+
+        (num_envs, n_agents) integers, overwritten by the next call. `random` draws anew each step, not each call.
+        """
+        if isinstance(policy, str):
+            if policy not in self.policies:
+                raise ValueError(f"unknown policy {policy!r}: one of {', '.join(self.policies)}")
+            self._policy.fill_(self.policies.index(policy))
+        else:
+            self._policy.copy_(torch.as_tensor(policy))
+        self._act()
+        return self._scripted
+
+    # ---- looking into it ----
+    def snapshot(self):
+        """A copy of the whole simulation, random streams included: tensors by name."""
+        return {key: tensor.clone() for key, tensor in {**self._simulation, **self._outputs}.items()}
+
+    def restore(self, snapshot):
+        """Puts a snapshot back; returns (obs, info) as they were then."""
+        tensors = {**self._simulation, **self._outputs}
+        for key, tensor in tensors.items():
+            if key not in snapshot or snapshot[key].shape != tensor.shape:
+                raise ValueError(f"the snapshot does not fit: {key} should be {tuple(tensor.shape)}")
+        for key, tensor in tensors.items():
+            tensor.copy_(snapshot[key])
+        self._started = True
+        return self._outputs["obs"], self._info
+
+    def close(self):
+        pass
+
+    def _seed_matches(self, seed, mask):
+        match = self._simulation["match"]
+        keys = np.random.SeedSequence(int(seed) % (1 << 63)).generate_state(self.num_envs).astype(np.int64)
+        keys = torch.as_tensor(keys, device=self.device)
+        chosen = slice(None) if mask is None else mask
+        match[chosen, KEY] = keys[chosen]
+        match[chosen, EPISODE] = -1
+
+    def _refuse_unavailable(self):
+        actions, avail = self.actions, self._outputs["avail"]
+        known = actions.clamp(0, self.n_actions - 1)
+        wrong = (actions != known) | ~avail.gather(2, known.unsqueeze(2)).squeeze(2)
+        if wrong.any():
+            m, a = wrong.nonzero()[0].tolist()
+            allowed = avail[m, a].nonzero().flatten().tolist()
+            raise ValueError(
+                f"match {m}, agent {a} ({self.agents[a]}): action {int(actions[m, a])} is not available, only {allowed}"
+            )
