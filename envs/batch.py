@@ -84,6 +84,8 @@ class Batch:
             seed = self._seed
         if seed is not None:
             self._seed_matches(seed, None if not self._started else self._mask)
+        if not self._started and mask is not None:
+            self._run(LOOK)  # the matches left out wait, frozen
         self._started = True
         self._run(RESTART)
         return self._outputs["obs"], self._info
@@ -115,6 +117,8 @@ class Batch:
             self._policy.fill_(self.policies.index(policy))
         else:
             self._policy.copy_(torch.as_tensor(policy))
+            if self.check and not ((self._policy >= 0) & (self._policy < len(self.policies))).all():
+                raise ValueError(f"policies are numbered 0 to {len(self.policies) - 1}: {', '.join(self.policies)}")
         self._act()
         return self._scripted
 
@@ -139,8 +143,9 @@ class Batch:
 
     def _seed_matches(self, seed, mask):
         match = self._simulation["match"]
-        keys = np.random.SeedSequence(int(seed) % (1 << 63)).generate_state(self.num_envs).astype(np.int64)
-        keys = torch.as_tensor(keys, device=self.device)
+        high, low = (int(word) for word in np.random.SeedSequence(int(seed) % (1 << 63)).generate_state(2))
+        numbers = torch.arange(self.num_envs, device=self.device)
+        keys = ((high >> 1) << 32) | ((low + numbers * 0x9E3779B9) & 0xFFFFFFFF)  # no two matches of a batch alike
         chosen = slice(None) if mask is None else mask
         match[chosen, KEY] = keys[chosen]
         match[chosen, EPISODE] = -1

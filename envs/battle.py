@@ -44,7 +44,7 @@ REAL = ("X", "Y", "HEALTH", "SHIELD", "COOLDOWN", "ENERGY", "HURT_AT", "GOAL_X",
 (X, Y, HEALTH, SHIELD, COOLDOWN, ENERGY, HURT_AT, GOAL_X, GOAL_Y, BEFORE,
  NEXT_X, NEXT_Y, WANT_X, WANT_Y, SOLID, HEALING) = range(len(REAL))  # fmt: skip
 KEPT_REAL = NEXT_X
-# HURT_AT: the loop of the last damage; SOLID: the room it takes on the ground; BEFORE: health + shield as the step began
+# HURT_AT: the loop of the last damage; SOLID: the room it takes on the ground; BEFORE: health and shield at first
 WHOLE = ("TARGET", "ORDER", "PROVOKED", "SHOOTER", "FUSE", "DETOUR", "LAST_ACTION", "SHOT")
 TARGET, ORDER, PROVOKED, SHOOTER, FUSE, DETOUR, LAST_ACTION, SHOT = range(len(WHOLE))
 KEPT_WHOLE = SHOT
@@ -75,7 +75,7 @@ DELAY_LEAST, DELAY_SPREAD = F32(-1), F32(3)  # loops added at random to every at
 BLAST_RADIUS = F32(2.2)
 LINE_ACROSS, LINE_DEEP = F32(2.8 / 2), F32(0.3 / 2)
 FOLLOW = F32(2)  # a Medivac with nobody to heal keeps this near to the nearest friend
-BLOCKED = F32(0.3)  # who gets on by less than this part of a step goes sideways for a while
+BLOCKED = F32(0.3)  # who gets on by less than this part of a step, for one who stands, goes sideways for a while
 DETOUR_LOOPS = 6
 BITS = 62  # units in one mask
 FOR_SPAWN, FOR_ORDER, FOR_DELAY, FOR_SIDESTEP, FOR_ACTION = range(5)  # what a random number is for
@@ -443,15 +443,16 @@ def room(m, u, v, at, g):
 
 
 @scalar
-def worst_of(m, u, at, x, y, mask, first, worst, away_x, away_y, g):
-    """(excess, direction) of the one near, if it is worse than `worst`, whom the step (x, y) would run into most."""
+def worst_of(m, u, at, x, y, mask, first, worst, who, g):
+    """Of those near, whom the step (x, y) would run into most, and how far, if that is more than `worst` (of `who`)."""
     while mask != 0:
-        dx, dy, free = room(m, u, first + lowest_bit(mask), at, g)
+        v = first + lowest_bit(mask)
+        dx, dy, free = room(m, u, v, at, g)
         excess = x * dx + y * dy - free
         if excess > worst:
-            worst, away_x, away_y = excess, dx, dy
+            worst, who = excess, v
         mask &= mask - 1
-    return worst, away_x, away_y
+    return worst, who
 
 
 @scalar
@@ -475,20 +476,32 @@ def move(m, u, at, loop, g):
         px = min(max(px + wx, ZERO), F32(g.rule.width) - F32(0.001))
         py = min(max(py + wy, ZERO), F32(g.rule.height) - F32(0.001))
     elif wanted > ZERO or loop % LOOPS == 0:  # who stands only makes room, and once a step is enough for that
-        first, mask, near, worst, dx, dy = 0, 0, 0, ZERO, ZERO, ZERO
-        while first < g.rule.units:
-            mask = who_is_near(m, u, first, at, g)
-            near |= mask
-            worst, dx, dy = worst_of(m, u, at, wx, wy, mask, first, worst, dx, dy, g)
-            first += BITS
-        x, y = wx - worst * dx, wy - worst * dy  # past the one most in the way (or apart from the one most overlapped)
-        if near != 0 and x * wx + y * wy < BLOCKED * wanted and g.whole[DETOUR, m, u] == 0:
+        x, y, mask, near, blocker = wx, wy, 0, 0, -1
+        for turn in range(
+            2
+        ):  # past the one most in the way (or apart from the one most overlapped), then past the next
+            first, worst, who = 0, ZERO, -1
+            while first < g.rule.units:
+                if turn == 0 or g.rule.units > BITS:
+                    mask = who_is_near(m, u, first, at, g)
+                near |= mask
+                worst, who = worst_of(m, u, at, x, y, mask, first, worst, who, g)
+                first += BITS
+            if who < 0:
+                break
+            dx, dy, _ = room(m, u, who, at, g)
+            x, y = x - worst * dx, y - worst * dy
+            if turn == 0:
+                blocker = who
+        stands = blocker >= 0 and g.real[WANT_X, m, blocker] == ZERO and g.real[WANT_Y, m, blocker] == ZERO
+        if stands and x * wx + y * wy < BLOCKED * wanted and g.whole[DETOUR, m, u] == 0:
             left = draw(g.match[m, KEY], g.match[m, EPISODE], loop // 64, u * 8 + FOR_SIDESTEP) & 1
             g.whole[DETOUR, m, u] = DETOUR_LOOPS if left else -DETOUR_LOOPS
+        crowded = near & (near - 1) != 0 or g.rule.units > BITS  # by more than one
         here, climbs = cell_of(px, py, g), g.stat[CLIMBS, u] > ZERO
         for attempt in range(3):  # the step; where a wall is in the way, its part along the wall
             sx, sy, share, first = (ZERO if attempt == 2 else x), (ZERO if attempt == 1 else y), ONE, 0
-            while near != 0 and first < g.rule.units:  # and no farther than the others allow
+            while crowded and first < g.rule.units:  # and no farther than the others allow
                 if g.rule.units > BITS:
                     mask = who_is_near(m, u, first, at, g)
                 share = share_of(m, u, at, sx, sy, mask, first, share, g)
@@ -496,6 +509,7 @@ def move(m, u, at, loop, g):
             if may_stand(here, px + sx * share, py + sy * share, climbs, g):
                 px, py = px + sx * share, py + sy * share
                 break
+            crowded = near != 0
     g.real[to, m, u], g.real[to + 1, m, u] = px, py
 
 
@@ -506,7 +520,7 @@ def take_order(m, u, action, g):
     g.whole[LAST_ACTION, m, u] = action
     if g.rule.auto_allies:
         return
-    g.whole[ORDER, m, u] = STAY
+    g.whole[ORDER, m, u], g.whole[DETOUR, m, u] = STAY, 0
     if action >= ATTACK:
         g.whole[ORDER, m, u] = ENGAGE
         g.whole[TARGET, m, u] = action - ATTACK + (0 if g.stat[HEALS, u] > ZERO else g.rule.allies)

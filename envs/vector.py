@@ -29,7 +29,8 @@ import torch
 from numba import njit, prange
 
 SERIAL_BELOW = 8  # matches; waking the threads costs more than playing fewer than these
-THREADS_PER_BLOCK = 128
+BLOCK_SIZES = (256, 128, 64, 32)  # threads; the first whose matches fit into SHARED_BYTES
+SHARED_BYTES = 48 * 1024
 WARP_EACH = 8192  # up to this many matches have a warp to themselves
 MAX_REGISTERS = 80  # more warps at a time are worth a few spills
 WARP = 32
@@ -41,7 +42,7 @@ scalar = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, forcei
 
 @scalar
 def barrier():
-    """Parts two phases. Nothing to wait for on the CPU; CUDA puts a warp barrier in its place."""
+    """Parts two phases. Nothing to wait for on the CPU; CUDA puts a real one in its place."""
 
 
 # ---- numbers that mean the same on every device ----
@@ -59,8 +60,12 @@ def _scramble(h):
 
 @scalar
 def draw(key, a, b, c):
-    """A random 32-bit integer that depends on nothing but its arguments: no stream, so no order of calls."""
-    h = _scramble((int(key) + 0x9E3779B9) & 0xFFFFFFFF)
+    """A random 32-bit integer that depends on nothing but its arguments: no stream, so no order of calls.
+
+    The key has up to 63 bits, the others 32.
+    """
+    h = _scramble(int(key) & 0xFFFFFFFF)
+    h = _scramble((h + (int(key) >> 32) * 0x9E3779B9) & 0xFFFFFFFF)
     h = _scramble((h + int(a) * 0x85EBCA6B) & 0xFFFFFFFF)
     h = _scramble((h + int(b) * 0xC2B2AE35) & 0xFFFFFFFF)
     return _scramble((h + int(c) * 0x27D4EB2F) & 0xFFFFFFFF)
@@ -146,7 +151,7 @@ def _in_shared_memory(op, matches, game):
     units, thread = REAL_SHAPE[2], cuda.threadIdx.x  # noqa: F821
     row, lane, m = place_of(thread, matches)  # noqa: F821
     for field in range(STAT_SHAPE[0]):  # noqa: F821
-        for u in range(thread, units, THREADS_PER_BLOCK):
+        for u in range(thread, units, THREADS):  # noqa: F821
             stat[field, u] = game.stat[field, u]
     for u in range(lane, units, LANES):  # noqa: F821
         for field in range(KEPT[0]):  # noqa: F821
@@ -197,7 +202,7 @@ def lanes_for(units, matches):
         lanes = -(-units // rounds)
         return WARP // lanes * units / (WARP * rounds) if lanes <= WARP else 0
 
-    rounds = max(range(1, 1 + -(-units // 4)), key=lambda r: (min(busy(r), 0.85), -r))
+    rounds = max(range(1, max(4, 1 + -(-units // WARP))), key=lambda r: (min(busy(r), 0.85), -r))
     return -(-units // rounds)
 
 
@@ -239,7 +244,7 @@ def _for_cuda(function, done, **names):
 
 
 @functools.cache
-def _compile_cuda(run_one, world_of, rule, shapes, lanes, kept):
+def _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, kept):
     from numba import cuda, float32, int32, int64
 
     real_shape, whole_shape, match_shape, stat_shape = shapes
@@ -250,18 +255,18 @@ def _compile_cuda(run_one, world_of, rule, shapes, lanes, kept):
         "MATCH_SHAPE": match_shape,
         "STAT_SHAPE": stat_shape,
     }
-    names |= {"LANES": lanes, "PER_WARP": WARP // lanes, "ROWS": real_shape[1]}
+    names |= {"LANES": lanes, "PER_WARP": WARP // lanes, "ROWS": real_shape[1], "THREADS": threads}
 
-    def warp_barrier():
-        cuda.syncwarp()
+    def block_barrier():  # a warp's would do, but warps in step share what they fetch of the program: a quarter faster
+        cuda.syncthreads()
 
     done = {}
     names["place_of"] = cuda.jit(_for_cuda(_place_of, done, **names), device=True)
     names["world_of"] = world_of
-    names["run_one"] = cuda.jit(_for_cuda(run_one, done, barrier=cuda.jit(warp_barrier, device=True)), device=True)
+    names["run_one"] = cuda.jit(_for_cuda(run_one, done, barrier=cuda.jit(block_barrier, device=True)), device=True)
     kernel = _for_cuda(_in_shared_memory if kept else _in_place, done, **names)
     kernel.__name__ = (
-        f"{run_one.__name__}_{hashlib.sha256(repr((rule, shapes, lanes, kept)).encode()).hexdigest()[:16]}"
+        f"{run_one.__name__}_{hashlib.sha256(repr((rule, shapes, lanes, threads, kept)).encode()).hexdigest()[:16]}"
     )
     kernel.__qualname__ = kernel.__name__
     with our_cache():
@@ -323,14 +328,18 @@ class Runner:
             from numba import cuda
 
             lanes = lanes_for(units, matches)
-            rows = THREADS_PER_BLOCK // WARP * (WARP // lanes)
-            shapes = (game.real.shape[0], rows, units), (game.whole.shape[0], rows, units), (rows, game.match.shape[1])
-            kernel = _compile_cuda(run_one, world_of, rule, (*shapes, tuple(game.stat.shape)), lanes, kept)
+            fields, match_fields = (game.real.shape[0], game.whole.shape[0]), game.match.shape[1]
+            each = 4 * (sum(fields) * units + (kept[2] if kept else 0)) + 8 * match_fields
+            room = SHARED_BYTES - 4 * game.stat.shape[0] * units
+            threads = next((t for t in BLOCK_SIZES if t // WARP * (WARP // lanes) * each <= room), BLOCK_SIZES[-1])
+            rows = threads // WARP * (WARP // lanes)
+            shapes = (fields[0], rows, units), (fields[1], rows, units), (rows, match_fields), tuple(game.stat.shape)
+            kernel = _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, kept)
             blocks = -(-matches // rows)
 
             def launch(op):
                 stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
-                kernel[blocks, THREADS_PER_BLOCK, stream](op, matches, game)
+                kernel[blocks, threads, stream](op, matches, game)
 
             self._launch = launch
 

@@ -698,7 +698,7 @@ def test_zerglings_of_2c_vs_64zg_hunt_the_colossi_wherever_they_are():
     x, y = env.units()["x"].clone(), env.units()["y"].clone()
     x[:, :2], y[:, :2] = torch.tensor([29.5, 29.5]), torch.tensor([14.5, 17.0])
     env.set_units(x=x, y=y)
-    step(env, STOP, STOP, times=24)
+    step(env, STOP, STOP, times=30)
     assert (env.units()["shield"][:, :2].sum(1) < 300).all()
     assert (env.units()["x"][:, 2:] > 22).float().mean() > 0.8
 
