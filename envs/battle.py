@@ -77,6 +77,7 @@ LINE_ACROSS, LINE_DEEP = F32(2.8 / 2), F32(0.3 / 2)
 FOLLOW = F32(2)  # a Medivac with nobody to heal keeps this near to the nearest friend
 BLOCKED = F32(0.3)  # who gets on by less than this part of a step, for one who stands, goes sideways for a while
 DETOUR_LOOPS = 6
+CROWD = 32  # units on a map
 BITS = 62  # units in one mask
 FOR_SPAWN, FOR_ORDER, FOR_DELAY, FOR_SIDESTEP, FOR_ACTION = range(5)  # what a random number is for
 
@@ -477,9 +478,8 @@ def move(m, u, at, loop, g):
         py = min(max(py + wy, ZERO), F32(g.rule.height) - F32(0.001))
     elif wanted > ZERO or loop % LOOPS == 0:  # who stands only makes room, and once a step is enough for that
         x, y, mask, near, blocker = wx, wy, 0, 0, -1
-        for turn in range(
-            2
-        ):  # past the one most in the way (or apart from the one most overlapped), then past the next
+        # past the one most in the way (or apart from the one most overlapped); in a crowd past the next as well
+        for turn in range(2 if g.rule.units > CROWD else 1):
             first, worst, who = 0, ZERO, -1
             while first < g.rule.units:
                 if turn == 0 or g.rule.units > BITS:

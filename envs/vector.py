@@ -31,7 +31,7 @@ from numba import njit, prange
 SERIAL_BELOW = 8  # matches; waking the threads costs more than playing fewer than these
 BLOCK_SIZES = (256, 128, 64, 32)  # threads; the first whose matches fit into SHARED_BYTES
 SHARED_BYTES = 48 * 1024
-WARP_EACH = 8192  # up to this many matches have a warp to themselves
+IN_STEP_FROM = 16384  # matches; from here on the warps of a block keep in step, and blocks are as large as can be
 MAX_REGISTERS = 80  # more warps at a time are worth a few spills
 WARP = 32
 
@@ -193,12 +193,10 @@ def _place_of(thread, matches):
 IDLE = 1 << 30
 
 
-def lanes_for(units, matches):
-    """Lanes to a match. Few matches get a warp each, which is quickest; many share warps, which wastes fewest lanes."""
-    if matches <= WARP_EACH:
-        return WARP
+def lanes_for(units):
+    """Lanes to a match: as few rounds over its units as keep most of the lanes of a warp busy."""
 
-    def busy(rounds):  # the part of a warp's lanes that have a unit
+    def busy(rounds):
         lanes = -(-units // rounds)
         return WARP // lanes * units / (WARP * rounds) if lanes <= WARP else 0
 
@@ -244,7 +242,7 @@ def _for_cuda(function, done, **names):
 
 
 @functools.cache
-def _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, kept):
+def _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, in_step, kept):
     from numba import cuda, float32, int32, int64
 
     real_shape, whole_shape, match_shape, stat_shape = shapes
@@ -257,16 +255,21 @@ def _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, kept):
     }
     names |= {"LANES": lanes, "PER_WARP": WARP // lanes, "ROWS": real_shape[1], "THREADS": threads}
 
-    def block_barrier():  # a warp's would do, but warps in step share what they fetch of the program: a quarter faster
+    def warp_barrier():
+        cuda.syncwarp()
+
+    def block_barrier():  # a warp's would do, but warps in step share what they fetch of the program: a fifth faster
         cuda.syncthreads()
 
     done = {}
     names["place_of"] = cuda.jit(_for_cuda(_place_of, done, **names), device=True)
     names["world_of"] = world_of
-    names["run_one"] = cuda.jit(_for_cuda(run_one, done, barrier=cuda.jit(block_barrier, device=True)), device=True)
+    names["run_one"] = cuda.jit(
+        _for_cuda(run_one, done, barrier=cuda.jit(block_barrier if in_step else warp_barrier, device=True)), device=True
+    )
     kernel = _for_cuda(_in_shared_memory if kept else _in_place, done, **names)
     kernel.__name__ = (
-        f"{run_one.__name__}_{hashlib.sha256(repr((rule, shapes, lanes, threads, kept)).encode()).hexdigest()[:16]}"
+        f"{run_one.__name__}_{hashlib.sha256(repr((rule, shapes, lanes, in_step, kept)).encode()).hexdigest()[:16]}"
     )
     kernel.__qualname__ = kernel.__name__
     with our_cache():
@@ -327,14 +330,16 @@ class Runner:
         else:
             from numba import cuda
 
-            lanes = lanes_for(units, matches)
+            lanes = lanes_for(units)
             fields, match_fields = (game.real.shape[0], game.whole.shape[0]), game.match.shape[1]
             each = 4 * (sum(fields) * units + (kept[2] if kept else 0)) + 8 * match_fields
             room = SHARED_BYTES - 4 * game.stat.shape[0] * units
-            threads = next((t for t in BLOCK_SIZES if t // WARP * (WARP // lanes) * each <= room), BLOCK_SIZES[-1])
+            in_step = matches >= IN_STEP_FROM
+            sizes = BLOCK_SIZES if in_step else BLOCK_SIZES[1:]
+            threads = next((t for t in sizes if t // WARP * (WARP // lanes) * each <= room), BLOCK_SIZES[-1])
             rows = threads // WARP * (WARP // lanes)
             shapes = (fields[0], rows, units), (fields[1], rows, units), (rows, match_fields), tuple(game.stat.shape)
-            kernel = _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, kept)
+            kernel = _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, in_step, kept)
             blocks = -(-matches // rows)
 
             def launch(op):
