@@ -7,6 +7,7 @@
 Everything returned is a tensor on the environment's device that the next call overwrites: clone what you keep.
 """
 
+import importlib.util
 import inspect
 
 import torch
@@ -49,4 +50,6 @@ def _device(name):
         device = torch.device("cuda", torch.cuda.current_device())
     if device is None or (device.type != "cpu" and str(device) not in available):
         raise ValueError(f"there is no device {name!r} here: one of {', '.join(available)}")
+    if device.type == "cuda" and importlib.util.find_spec("numba_cuda") is None:
+        raise ValueError(f'for device {name!r} Numba needs its CUDA part: pip install -e ".[cuda]"')
     return device

@@ -116,20 +116,20 @@ def _rebind(function, name, **names):
     return clone
 
 
-# ---- CPU ----
+# ---- CPU: templates; `run_one`, `world_of` and `alone` are bound by _rebind ----
 def _alone(op, m, rule, game):
-    world = world_of(game.real, game.whole, game.match, game.stat, game.line, rule, game)  # noqa: F821  (bound by _rebind)
-    run_one(op, m, m, 0, 1, world, game)  # noqa: F821
+    world = world_of(game.real, game.whole, game.match, game.stat, game.line, rule, game)
+    run_one(op, m, m, 0, 1, world, game)
 
 
 def _serial(op, matches, rule, game):
     for m in range(matches):
-        alone(op, m, rule, game)  # noqa: F821
+        alone(op, m, rule, game)
 
 
 def _threaded(op, matches, rule, game):
     for m in prange(matches):
-        alone(op, np.int64(m), rule, game)  # noqa: F821
+        alone(op, np.int64(m), rule, game)
 
 
 @functools.cache
@@ -141,50 +141,50 @@ def _compile_cpu(run_one, world_of, threaded):
         return njit(cache=True, nogil=True, parallel=threaded)(_rebind(body, name, alone=alone))
 
 
-# ---- CUDA ----
+# ---- CUDA: templates; the capitals, `run_one`, `world_of`, `place_of` and Numba's names are bound by _for_cuda ----
 def _in_shared_memory(op, matches, game):
     # A match's simulation lives in shared memory for the length of a call, and its rules are constants: addresses cost
     # little. Only the first KEPT fields outlive it.
-    real, whole = cuda.shared.array(REAL_SHAPE, float32), cuda.shared.array(WHOLE_SHAPE, int32)  # noqa: F821
-    match, stat = cuda.shared.array(MATCH_SHAPE, int64), cuda.shared.array(STAT_SHAPE, float32)  # noqa: F821
-    line = cuda.shared.array((ROWS, KEPT[2]), float32)  # noqa: F821
-    units, thread = REAL_SHAPE[2], cuda.threadIdx.x  # noqa: F821
-    row, lane, m = place_of(thread, matches)  # noqa: F821
-    for field in range(STAT_SHAPE[0]):  # noqa: F821
-        for u in range(thread, units, THREADS):  # noqa: F821
+    real, whole = cuda.shared.array(REAL_SHAPE, float32), cuda.shared.array(WHOLE_SHAPE, int32)
+    match, stat = cuda.shared.array(MATCH_SHAPE, int64), cuda.shared.array(STAT_SHAPE, float32)
+    line = cuda.shared.array((ROWS, KEPT[2]), float32)
+    units, thread = REAL_SHAPE[2], cuda.threadIdx.x
+    row, lane, m = place_of(thread, matches)
+    for field in range(STAT_SHAPE[0]):
+        for u in range(thread, units, THREADS):
             stat[field, u] = game.stat[field, u]
-    for u in range(lane, units, LANES):  # noqa: F821
-        for field in range(KEPT[0]):  # noqa: F821
+    for u in range(lane, units, LANES):
+        for field in range(KEPT[0]):
             real[field, row, u] = game.real[field, m, u]
-        for field in range(KEPT[1]):  # noqa: F821
+        for field in range(KEPT[1]):
             whole[field, row, u] = game.whole[field, m, u]
-    for field in range(lane, MATCH_SHAPE[1], LANES):  # noqa: F821
+    for field in range(lane, MATCH_SHAPE[1], LANES):
         match[row, field] = game.match[m, field]
-    cuda.syncthreads()  # noqa: F821
-    run_one(op, m, row, lane, LANES, world_of(real, whole, match, stat, line, RULE, game), game)  # noqa: F821
-    cuda.syncwarp()  # noqa: F821
-    for u in range(lane, units, LANES):  # noqa: F821
-        for field in range(KEPT[0]):  # noqa: F821
+    cuda.syncthreads()
+    run_one(op, m, row, lane, LANES, world_of(real, whole, match, stat, line, RULE, game), game)
+    cuda.syncwarp()
+    for u in range(lane, units, LANES):
+        for field in range(KEPT[0]):
             game.real[field, m, u] = real[field, row, u]
-        for field in range(KEPT[1]):  # noqa: F821
+        for field in range(KEPT[1]):
             game.whole[field, m, u] = whole[field, row, u]
-    for field in range(lane, MATCH_SHAPE[1], LANES):  # noqa: F821
+    for field in range(lane, MATCH_SHAPE[1], LANES):
         game.match[m, field] = match[row, field]
 
 
 def _in_place(op, matches, game):
     # A program that only looks works on the batch as it lies.
-    _, lane, m = place_of(cuda.threadIdx.x, matches)  # noqa: F821
-    run_one(op, m, m, lane, LANES, world_of(game.real, game.whole, game.match, game.stat, game.line, RULE, game), game)  # noqa: F821
+    _, lane, m = place_of(cuda.threadIdx.x, matches)
+    run_one(op, m, m, lane, LANES, world_of(game.real, game.whole, game.match, game.stat, game.line, RULE, game), game)
 
 
 def _place_of(thread, matches):
     """(row in the block, lane, match) of a thread; matches do not straddle warps."""
-    row = thread % WARP // LANES  # noqa: F821
-    lane = thread % WARP - row * LANES  # noqa: F821
-    present = row < PER_WARP  # noqa: F821
-    row += thread // WARP * PER_WARP  # noqa: F821
-    m = cuda.blockIdx.x * ROWS + row  # noqa: F821
+    row = thread % WARP // LANES
+    lane = thread % WARP - row * LANES
+    present = row < PER_WARP
+    row += thread // WARP * PER_WARP
+    m = cuda.blockIdx.x * ROWS + row
     if present and m < matches:
         return row, lane, m
     return 0, IDLE, 0  # beyond all units: it does nothing, but comes to every barrier
@@ -212,9 +212,8 @@ class _CountedLoops(ast.NodeTransformer):
         bounds = node.iter.args
         start, stop = (bounds[0], bounds[1]) if len(bounds) > 1 else (ast.Constant(0), bounds[0])
         step = bounds[2] if len(bounds) > 2 else ast.Constant(1)
-        first = ast.Assign(
-            [node.target], ast.BinOp(start, ast.Sub(), step)
-        )  # the step comes first, so that `continue` works
+        # the step comes first in the body, so that `continue` works
+        first = ast.Assign([node.target], ast.BinOp(start, ast.Sub(), step))
         count = ast.AugAssign(node.target, ast.Add(), step)
         target = ast.Name(node.target.id, ast.Load())
         condition = ast.Compare(ast.BinOp(target, ast.Add(), step), [ast.Lt()], [stop])
@@ -233,10 +232,8 @@ def _for_cuda(function, done, **names):
         for name in function.__code__.co_names:
             if name not in names and getattr(scope.get(name), "targetoptions", {}).get("forceinline"):
                 scope[name] = cuda.jit(_for_cuda(scope[name], done, **names), device=True)
-        exec(
-            compile(ast.fix_missing_locations(_CountedLoops().visit(tree)), function.__code__.co_filename, "exec"),
-            scope,
-        )
+        counted = ast.fix_missing_locations(_CountedLoops().visit(tree))
+        exec(compile(counted, function.__code__.co_filename, "exec"), scope)
         done[function] = scope[function.__name__]
     return done[function]
 
@@ -247,13 +244,9 @@ def _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, in_step, kept
 
     real_shape, whole_shape, match_shape, stat_shape = shapes
     names = {"cuda": cuda, "float32": float32, "int32": int32, "int64": int64, "IDLE": IDLE, "RULE": rule, "KEPT": kept}
-    names |= {
-        "REAL_SHAPE": real_shape,
-        "WHOLE_SHAPE": whole_shape,
-        "MATCH_SHAPE": match_shape,
-        "STAT_SHAPE": stat_shape,
-    }
-    names |= {"LANES": lanes, "PER_WARP": WARP // lanes, "ROWS": real_shape[1], "THREADS": threads}
+    names |= {"REAL_SHAPE": real_shape, "WHOLE_SHAPE": whole_shape, "MATCH_SHAPE": match_shape}
+    names |= {"STAT_SHAPE": stat_shape, "ROWS": real_shape[1], "THREADS": threads}
+    names |= {"LANES": lanes, "PER_WARP": WARP // lanes}
 
     def warp_barrier():
         cuda.syncwarp()
@@ -268,10 +261,8 @@ def _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, in_step, kept
         _for_cuda(run_one, done, barrier=cuda.jit(block_barrier if in_step else warp_barrier, device=True)), device=True
     )
     kernel = _for_cuda(_in_shared_memory if kept else _in_place, done, **names)
-    kernel.__name__ = (
-        f"{run_one.__name__}_{hashlib.sha256(repr((rule, shapes, lanes, in_step, kept)).encode()).hexdigest()[:16]}"
-    )
-    kernel.__qualname__ = kernel.__name__
+    digest = hashlib.sha256(repr((rule, shapes, lanes, in_step, kept)).encode()).hexdigest()[:16]
+    kernel.__name__ = kernel.__qualname__ = f"{run_one.__name__}_{digest}"  # what the cache knows it by
     with our_cache():
         # called, not used as a decorator, which would forget lto
         return cuda.jit(kernel, cache=True, lto=False, max_registers=MAX_REGISTERS)
