@@ -14,30 +14,33 @@ import torch
 
 from envs.battle import Battle
 from envs.battle_data import MAPS
+from envs.stag_hunt import IDS, StagHunt, is_hunt
 
 __all__ = ["list_ids", "make"]
 
 
 def list_ids():
-    """Every id that `make` takes."""
-    return list(MAPS)
+    """The ids that `make` takes; it also takes stag_hunt_{height}x{width}_{hares}h{stags}s."""
+    return [*MAPS, *IDS]
 
 
 def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, **options):
     """A batch of `num_envs` matches of one environment; the options are those of its class."""
-    if env_id not in MAPS:
-        raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())}")
+    game = Battle if env_id in MAPS else StagHunt if is_hunt(env_id) else None
+    if game is None:
+        pattern = "stag_hunt_{height}x{width}_{hares}h{stags}s"
+        raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())} or {pattern}")
     if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
         raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
     allowed = [
         name
-        for name, parameter in inspect.signature(Battle.__init__).parameters.items()
+        for name, parameter in inspect.signature(game.__init__).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     ]
     for name in options:
         if name not in allowed:
             raise ValueError(f"{env_id} has no option {name!r}: one of {', '.join(allowed)}")
-    return Battle(env_id, num_envs, _device(device), seed, n_agents, **options)
+    return game(env_id, num_envs, _device(device), seed, n_agents, **options)
 
 
 def _device(name):

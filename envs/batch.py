@@ -1,11 +1,16 @@
 """What every environment shows to the outside: a batch of matches with Gymnasium's words and torch tensors.
 
 An environment hands over its sizes and simulation arrays and sets `_run` and `_act`, its programs (see envs/vector.py).
+A small one has `play` make them of four functions of one match: `reset_one`, `step_one`, `observe_one` and `act_one`
+(docs/environments.md has an example).
 """
 
 import gymnasium
 import numpy as np
 import torch
+
+from envs import vector
+from envs.vector import barrier, scalar
 
 KEY, EPISODE, STEP, STAGE = range(4)  # the fields of a match: match[m, field]
 RUNNING, OVER, FROZEN = range(3)  # stages; the step after OVER freezes the match
@@ -13,12 +18,87 @@ PLAY, RESTART, LOOK = range(3)  # what a batch can be told to do
 OUTPUTS = ("obs", "state", "avail", "alive", "reward", "terminated", "truncated", "won")
 FINAL = ("final_obs", "final_state", "final_avail")
 HANDS = ("actions", "mask", "policy", "scripted")  # what comes in, and what the scripted policies say
+TENSORS = ("match", *OUTPUTS, *FINAL, *HANDS)  # what every batch has
+
+
+# ---- a program made of functions of one match, for CPU and CUDA: templates, whose last names are bound by `play` ----
+# The first lane plays the rules; all of them write what is seen.
+def _program(op, m, lane, lanes, rule, game):
+    stage = game.match[m, STAGE]
+    playing = op == PLAY and stage == RUNNING
+    freezing = op == PLAY and stage == OVER
+    restarting = op == RESTART and game.mask[m]
+    barrier()
+    if playing and lane == 0:
+        terminated, won = step_one(m, rule, game)
+        game.match[m, STEP] += 1
+        truncated = not terminated and game.match[m, STEP] >= rule.limit
+        if terminated or truncated:
+            game.match[m, STAGE] = OVER
+        game.terminated[m], game.truncated[m], game.won[m] = terminated, truncated, won and (terminated or truncated)
+    barrier()
+    over = game.match[m, STAGE] == OVER
+    if playing or (op == LOOK and stage != FROZEN):
+        observe_one(m, lane, lanes, rule, game)
+    elif freezing or op == LOOK:
+        freeze(m, lane, lanes, rule, game)
+    barrier()
+    if playing and over and rule.autoreset:
+        keep(m, lane, lanes, rule, game)
+        restarting = True
+    elif restarting:
+        for a in range(lane, rule.agents, lanes):
+            game.reward[m, a] = 0
+        if lane == 0:
+            game.terminated[m], game.truncated[m], game.won[m] = False, False, False
+    barrier()
+    if restarting and lane == 0:
+        game.match[m, EPISODE] += 1
+        game.match[m, STEP], game.match[m, STAGE] = 0, RUNNING
+        reset_one(m, rule, game)
+    barrier()
+    if restarting:
+        observe_one(m, lane, lanes, rule, game)
+
+
+@scalar
+def freeze(m, lane, lanes, rule, game):
+    """A match that is over: nothing to see, nobody alive, only the idle action available."""
+    for a in range(rule.agents):
+        for column in range(lane, game.obs.shape[2], lanes):
+            game.obs[m, a, column] = 0
+        for action in range(lane, game.avail.shape[2], lanes):
+            game.avail[m, a, action] = action == rule.idle
+    for a in range(lane, rule.agents, lanes):
+        game.alive[m, a], game.reward[m, a] = False, 0
+    for column in range(lane, game.state.shape[1], lanes):
+        game.state[m, column] = 0
+    if lane == 0:
+        game.match[m, STAGE] = FROZEN
+
+
+@scalar
+def keep(m, lane, lanes, rule, game):
+    """The last observation, state and mask of a match whose next one starts in the same step."""
+    for a in range(rule.agents):
+        for column in range(lane, game.obs.shape[2], lanes):
+            game.final_obs[m, a, column] = game.obs[m, a, column]
+        for action in range(lane, game.avail.shape[2], lanes):
+            game.final_avail[m, a, action] = game.avail[m, a, action]
+    for column in range(lane, game.state.shape[1], lanes):
+        game.final_state[m, column] = game.state[m, column]
+
+
+def _scripted(op, m, lane, lanes, rule, game):
+    for a in range(lane, rule.agents, lanes):
+        game.scripted[m, a] = act_one(m, a, game.policy[m, a], rule, game)
 
 
 class Batch:
     """`num_envs` matches at a time. What its methods return is overwritten by the next call: clone what you keep."""
 
     policies = ()
+    team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
 
     def __init__(self, name, num_envs, device, seed, agents, sizes, autoreset, check, simulation):
         self.name, self.num_envs, self.device, self.agents = name, num_envs, torch.device(device), agents
@@ -68,6 +148,20 @@ class Batch:
         """All that a program works on, by name."""
         hands = {"actions": self.actions, "mask": self._mask, "policy": self._policy, "scripted": self._scripted}
         return {**self._simulation, **self._outputs, **hands}
+
+    def play(self, game_type, rule, functions, tensors, lanes=16):
+        """Plays by `functions`: reset_one, step_one, observe_one, act_one. `tensors` adds to the simulation's."""
+        everything = {**self._tensors(), **tensors}
+        game = game_type(**{name: vector.view(everything[name]) for name in game_type._fields})
+        names = {function.__name__: function for function in functions}
+        where = functions[0].__module__.replace(".", "_")
+        self._run, self._act = (
+            vector.Runner(
+                scalar(vector.rebind(program, f"{where}{program.__name__}", **names)),
+                rule, game, self.device, lanes,
+            )
+            for program in (_program, _scripted)
+        )  # fmt: skip
 
     # ---- playing ----
     def reset(self, seed=None, mask=None):

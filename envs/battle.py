@@ -836,83 +836,90 @@ def run_one(op, m, row, lane, lanes, g, game):
         barrier()
 
 
-# ---- scripted policies: one action for one agent; what it may do is avail[out, a] ----
+# ---- scripted policies: one action for one agent; what it may do is avail[m, a] ----
 POLICIES = ("nearest", "weakest", "kite", "random", "hold")
 NEAREST, WEAKEST, KITE, RANDOM, HOLD = range(len(POLICIES))
 
 
 @scalar
-def step_towards(m, a, dx, dy, avail, out):
+def step_towards(m, a, dx, dy, avail):
     """The available move that goes most in direction (dx, dy); stop if none does."""
     best, choice = ZERO, STOP
     for action in range(NORTH, ATTACK):
         x, y = compass(action)
         ahead = dx * x + dy * y
-        if avail[out, a, action] and ahead > best:
+        if avail[m, a, action] and ahead > best:
             best, choice = ahead, action
     return choice
 
 
 @scalar
-def approach(m, a, v, avail, out, g):
+def approach(m, a, v, avail, g):
     x, y = heading(m, a, X, g.real[X, m, v], g.real[Y, m, v], g)
-    return step_towards(m, a, x - g.real[X, m, a], y - g.real[Y, m, a], avail, out)
+    return step_towards(m, a, x - g.real[X, m, a], y - g.real[Y, m, a], avail)
 
 
 @scalar
-def random_action(m, a, avail, out, g):
+def random_action(m, a, avail, g):
     number = draw(g.match[m, KEY], g.match[m, EPISODE], g.match[m, STEP], a * 8 + FOR_ACTION)
     action = number % g.rule.actions
     for k in range(64):  # draw until an available one comes up
-        if avail[out, a, action]:
+        if avail[m, a, action]:
             return action
         number = draw(number, k, 0, 0)
         action = number % g.rule.actions
-    while not avail[out, a, action]:
+    while not avail[m, a, action]:
         action = (action + 1) % g.rule.actions
     return action
 
 
 @scalar
-def scripted_action(m, a, policy, avail, out, g):
+def scripted_action(m, a, policy, avail, g):
     if g.real[HEALTH, m, a] <= ZERO:
         return NO_OP
     if policy == RANDOM:
-        return random_action(m, a, avail, out, g)
+        return random_action(m, a, avail, g)
     if is_healer(a, g):
         friend = nearest_friend(m, a, X, True, g)
         if friend < 0:
             friend = nearest_friend(m, a, X, False, g)
             if friend < 0 or within(m, a, friend, X, FOLLOW, g):
                 return STOP
-            return STOP if policy == HOLD else approach(m, a, friend, avail, out, g)
-        if avail[out, a, ATTACK + friend]:
+            return STOP if policy == HOLD else approach(m, a, friend, avail, g)
+        if avail[m, a, ATTACK + friend]:
             return ATTACK + friend
-        return STOP if policy == HOLD else approach(m, a, friend, avail, out, g)
+        return STOP if policy == HOLD else approach(m, a, friend, avail, g)
     foe = nearest_foe(m, a, X, FAR, g)
     if foe < 0:
         return STOP
     if policy == HOLD:
-        reached = avail[out, a, ATTACK + foe - g.rule.allies] and within(m, a, foe, X, g.stat[RANGE, a], g)
+        reached = avail[m, a, ATTACK + foe - g.rule.allies] and within(m, a, foe, X, g.stat[RANGE, a], g)
         return ATTACK + foe - g.rule.allies if reached else STOP
     if policy == KITE and g.real[COOLDOWN, m, a] > ZERO and squared_distance(m, a, foe, X, g) <= SHOOT * SHOOT:
-        return step_towards(m, a, g.real[X, m, a] - g.real[X, m, foe], g.real[Y, m, a] - g.real[Y, m, foe], avail, out)
+        return step_towards(m, a, g.real[X, m, a] - g.real[X, m, foe], g.real[Y, m, a] - g.real[Y, m, foe], avail)
     if policy == WEAKEST:
         least = FAR
         for v in range(g.rule.allies, g.rule.units):
-            if avail[out, a, ATTACK + v - g.rule.allies] and can_hit(a, v, g):
+            if avail[m, a, ATTACK + v - g.rule.allies] and can_hit(a, v, g):
                 left = g.real[HEALTH, m, v] + g.real[SHIELD, m, v]
                 if left < least:
                     least, foe = left, v
-    if avail[out, a, ATTACK + foe - g.rule.allies]:
+    if avail[m, a, ATTACK + foe - g.rule.allies]:
         return ATTACK + foe - g.rule.allies
-    return approach(m, a, foe, avail, out, g)
+    return approach(m, a, foe, avail, g)
+
+
+# ---- the programs, on a batch as it lies ----
+@scalar
+def run_here(op, m, lane, lanes, rule, game):
+    run_one(op, m, m, lane, lanes, world_of(game.real, game.whole, game.match, game.stat, game.line, rule, game), game)
 
 
 @scalar
-def act_one(op, m, row, lane, lanes, g, game):
-    for a in range(lane, g.rule.allies, lanes):
-        game.scripted[m, a] = scripted_action(row, a, game.policy[m, a], game.avail, m, g)
+def act_here(op, m, lane, lanes, rule, game):
+    g = world_of(game.real, game.whole, game.match, game.stat, game.line, rule, game)
+    for a in range(lane, rule.allies, lanes):
+        game.scripted[m, a] = scripted_action(m, a, game.policy[m, a], game.avail, g)
 
 
 class Battle(Batch):
@@ -1008,9 +1015,10 @@ class Battle(Batch):
         tensors = {**self._tensors(), **self._constant}
         tensors["obs"] = tensors["obs"].view(num_envs * allies, obs_dim)
         game = Game(**{key: vector.view(tensor) for key, tensor in tensors.items()})
-        kept = (KEPT_REAL, KEPT_WHOLE, max(obs_dim, state_units))
-        self._run = vector.Runner(run_one, world_of, rule, game, self.device, kept)
-        self._act = vector.Runner(act_one, world_of, rule, game, self.device)
+        staged = vector.Staged(run_one, world_of, KEPT_REAL, KEPT_WHOLE, max(obs_dim, state_units))
+        lanes = vector.lanes_for(len(kinds))
+        self._run = vector.Runner(run_here, rule, game, self.device, lanes, staged)
+        self._act = vector.Runner(act_here, rule, game, self.device, lanes)
 
     def set_units(self, x=None, y=None, health=None, shield=None, cooldown=None, energy=None, last_action=None):
         """Sets units by hand, (num_envs, allies + enemies) each, `last_action` (num_envs, n_agents) with -1 for none.

@@ -1,12 +1,12 @@
 """The thin layer under every environment: one match written as scalar Python, thousands run on CPU threads or on CUDA.
 
-A game is a *program*, `run_one(op, m, lane, lanes, game)`: what `lanes` workers do together for match `m` of the batch.
-On the CPU one thread is all the workers of a match (lane 0 of 1). On CUDA a match has up to a warp of them, each doing
-every `lanes`-th unit. `barrier()` parts the phases of a program: what is written before it may be read after it. The
-program is the only place that calls it, so that its phases are plain functions of one unit.
+A game is a *program*, `run_one(op, m, lane, lanes, rule, game)`: what `lanes` workers do together for match `m` of the
+batch. On the CPU one thread is all the workers of a match (lane 0 of 1). On CUDA a match has up to a warp of them, each
+doing every `lanes`-th unit. `barrier()` parts the phases of a program: what is written before it may be read after it.
+The program is the only place that calls it, so that its phases are plain functions.
 
-`game` is a named tuple of arrays and numbers. The arrays are torch tensors seen through NumPy or Numba: same memory,
-no copies. With NUMBA_DISABLE_JIT=1 everything runs as plain Python, slowly, for debugging.
+`rule` is a named tuple of numbers (constants of the kernel on CUDA), `game` one of arrays: torch tensors seen through
+NumPy or Numba, same memory, no copies. With NUMBA_DISABLE_JIT=1 everything runs as plain Python, slowly, for debugging.
 """
 
 import ast
@@ -21,6 +21,7 @@ import sys
 import textwrap
 import time
 import types
+from collections import namedtuple
 from pathlib import Path
 
 import numba
@@ -30,6 +31,7 @@ from numba import njit, prange
 
 SERIAL_BELOW = 8  # matches; waking the threads costs more than playing fewer than these
 BLOCK_SIZES = (256, 128, 64, 32)  # threads; the first whose matches fit into SHARED_BYTES
+PLAIN_BLOCK = 128  # threads; for programs that work on the batch as it lies
 SHARED_BYTES = 48 * 1024
 IN_STEP_FROM = 16384  # matches; from here on the warps of a block keep in step, and blocks are as large as can be
 MAX_REGISTERS = 80  # more warps at a time are worth a few spills
@@ -109,36 +111,30 @@ def our_cache():
         numba.config.CACHE_DIR = before
 
 
-def _rebind(function, name, **names):
+def rebind(function, name, **names):
     """The same code under another name with some of its globals replaced (a closure could not be cached)."""
     clone = types.FunctionType(function.__code__, {**function.__globals__, **names}, name)
     clone.__qualname__, clone.__module__ = name, function.__module__
     return clone
 
 
-# ---- CPU: templates; `run_one`, `world_of` and `alone` are bound by _rebind ----
-def _alone(op, m, rule, game):
-    world = world_of(game.real, game.whole, game.match, game.stat, game.line, rule, game)
-    run_one(op, m, m, 0, 1, world, game)
-
-
+# ---- CPU: templates; `run_one` is bound by rebind ----
 def _serial(op, matches, rule, game):
     for m in range(matches):
-        alone(op, m, rule, game)
+        run_one(op, m, 0, 1, rule, game)
 
 
 def _threaded(op, matches, rule, game):
     for m in prange(matches):
-        alone(op, np.int64(m), rule, game)
+        run_one(op, np.int64(m), 0, 1, rule, game)
 
 
 @functools.cache
-def _compile_cpu(run_one, world_of, threaded):
+def _compile_cpu(run_one, threaded):
     body = _threaded if threaded else _serial
     name = f"{run_one.__module__}.{run_one.__name__}{body.__name__}"
-    alone = scalar(_rebind(_alone, f"{name}_alone", run_one=run_one, world_of=world_of))
     with our_cache():
-        return njit(cache=True, nogil=True, parallel=threaded)(_rebind(body, name, alone=alone))
+        return njit(cache=True, nogil=True, parallel=threaded)(rebind(body, name, run_one=run_one))
 
 
 # ---- CUDA: templates; the capitals, `run_one`, `world_of`, `place_of` and Numba's names are bound by _for_cuda ----
@@ -147,7 +143,7 @@ def _in_shared_memory(op, matches, game):
     # little. Only the first KEPT fields outlive it.
     real, whole = cuda.shared.array(REAL_SHAPE, float32), cuda.shared.array(WHOLE_SHAPE, int32)
     match, stat = cuda.shared.array(MATCH_SHAPE, int64), cuda.shared.array(STAT_SHAPE, float32)
-    line = cuda.shared.array((ROWS, KEPT[2]), float32)
+    line = cuda.shared.array((ROWS, LINE), float32)
     units, thread = REAL_SHAPE[2], cuda.threadIdx.x
     row, lane, m = place_of(thread, matches)
     for field in range(STAT_SHAPE[0]):
@@ -173,9 +169,8 @@ def _in_shared_memory(op, matches, game):
 
 
 def _in_place(op, matches, game):
-    # A program that only looks works on the batch as it lies.
     _, lane, m = place_of(cuda.threadIdx.x, matches)
-    run_one(op, m, m, lane, LANES, world_of(game.real, game.whole, game.match, game.stat, game.line, RULE, game), game)
+    run_one(op, m, lane, LANES, RULE, game)
 
 
 def _place_of(thread, matches):
@@ -234,19 +229,19 @@ def _for_cuda(function, done, **names):
                 scope[name] = cuda.jit(_for_cuda(scope[name], done, **names), device=True)
         counted = ast.fix_missing_locations(_CountedLoops().visit(tree))
         exec(compile(counted, function.__code__.co_filename, "exec"), scope)
-        done[function] = scope[function.__name__]
+        done[function] = scope[tree.body[0].name]
     return done[function]
 
 
 @functools.cache
-def _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, in_step, kept):
+def _compile_cuda(run_one, rule, lanes, threads, in_step=False, staged=None, shapes=None):
     from numba import cuda, float32, int32, int64
 
-    real_shape, whole_shape, match_shape, stat_shape = shapes
-    names = {"cuda": cuda, "float32": float32, "int32": int32, "int64": int64, "IDLE": IDLE, "RULE": rule, "KEPT": kept}
-    names |= {"REAL_SHAPE": real_shape, "WHOLE_SHAPE": whole_shape, "MATCH_SHAPE": match_shape}
-    names |= {"STAT_SHAPE": stat_shape, "ROWS": real_shape[1], "THREADS": threads}
-    names |= {"LANES": lanes, "PER_WARP": WARP // lanes}
+    names = {"cuda": cuda, "float32": float32, "int32": int32, "int64": int64, "IDLE": IDLE, "RULE": rule}
+    names |= {"LANES": lanes, "PER_WARP": WARP // lanes, "ROWS": threads // WARP * (WARP // lanes), "THREADS": threads}
+    if staged:
+        names |= dict(zip(("REAL_SHAPE", "WHOLE_SHAPE", "MATCH_SHAPE", "STAT_SHAPE"), shapes))
+        names |= {"KEPT": (staged.real, staged.whole), "LINE": staged.line, "world_of": staged.world_of}
 
     def warp_barrier():
         cuda.syncwarp()
@@ -256,12 +251,15 @@ def _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, in_step, kept
 
     done = {}
     names["place_of"] = cuda.jit(_for_cuda(_place_of, done, **names), device=True)
-    names["world_of"] = world_of
-    names["run_one"] = cuda.jit(
-        _for_cuda(run_one, done, barrier=cuda.jit(block_barrier if in_step else warp_barrier, device=True)), device=True
+    program = _for_cuda(
+        staged.run_one if staged else run_one,
+        done,
+        barrier=cuda.jit(block_barrier if in_step else warp_barrier, device=True),
     )
-    kernel = _for_cuda(_in_shared_memory if kept else _in_place, done, **names)
-    digest = hashlib.sha256(repr((rule, shapes, lanes, in_step, kept)).encode()).hexdigest()[:16]
+    names["run_one"] = cuda.jit(program, device=True)
+    kernel = _for_cuda(_in_shared_memory if staged else _in_place, done, **names)
+    sizes = (rule, shapes, lanes, in_step, staged and staged[2:])
+    digest = hashlib.sha256(repr((run_one.__module__, sizes)).encode()).hexdigest()[:16]
     kernel.__name__ = kernel.__qualname__ = f"{run_one.__name__}_{digest}"  # what the cache knows it by
     with our_cache():
         # called, not used as a decorator, which would forget lto
@@ -305,33 +303,28 @@ def view(tensor):
     return cuda.as_cuda_array(tensor)
 
 
+# A program's form for shared memory on CUDA: `run_one(op, m, row, lane, lanes, world, game)`, with the world built from
+# the arrays there; how many fields, of real and of whole, outlive a call; the length of the line a match's lanes share.
+Staged = namedtuple("Staged", "run_one world_of real whole line")
+
+
 class Runner:
-    """Runs a program over a batch: `runner(op)`. On CUDA it launches on torch's current stream.
+    """Runs a program over a batch: `runner(op)`. On CUDA it launches on torch's current stream."""
 
-    `kept` are the numbers of fields, of real and of whole, that a program leaves behind, and the length of the line
-    that the lanes of a match share; None for a program that only looks.
-    """
-
-    def __init__(self, run_one, world_of, rule, game, device, kept=None):
-        matches, units = game.real.shape[1], game.real.shape[2]
+    def __init__(self, run_one, rule, game, device, lanes, staged=None):
+        matches = game.match.shape[0]
         self._compiled, self._device = False, device
         if device.type == "cpu":
-            run = _compile_cpu(run_one, world_of, threaded=matches >= SERIAL_BELOW)
+            run = _compile_cpu(run_one, threaded=matches >= SERIAL_BELOW)
             self._launch = lambda op: run(op, matches, rule, game)
         else:
             from numba import cuda
 
-            lanes = lanes_for(units)
-            fields, match_fields = (game.real.shape[0], game.whole.shape[0]), game.match.shape[1]
-            each = 4 * (sum(fields) * units + (kept[2] if kept else 0)) + 8 * match_fields
-            room = SHARED_BYTES - 4 * game.stat.shape[0] * units
-            in_step = matches >= IN_STEP_FROM
-            sizes = BLOCK_SIZES if in_step else BLOCK_SIZES[1:]
-            threads = next((t for t in sizes if t // WARP * (WARP // lanes) * each <= room), BLOCK_SIZES[-1])
-            rows = threads // WARP * (WARP // lanes)
-            shapes = (fields[0], rows, units), (fields[1], rows, units), (rows, match_fields), tuple(game.stat.shape)
-            kernel = _compile_cuda(run_one, world_of, rule, shapes, lanes, threads, in_step, kept)
-            blocks = -(-matches // rows)
+            if staged:
+                kernel, threads = _staged_kernel(run_one, rule, game, lanes, staged)
+            else:
+                kernel, threads = _compile_cuda(run_one, rule, lanes, PLAIN_BLOCK), PLAIN_BLOCK
+            blocks = -(-matches // (threads // WARP * (WARP // lanes)))
 
             def launch(op):
                 stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
@@ -346,3 +339,16 @@ class Runner:
             with _compiling(self._device.type):
                 self._launch(op)
             self._compiled = True
+
+
+def _staged_kernel(run_one, rule, game, lanes, staged):
+    """(kernel, threads of a block): blocks as large as shared memory allows."""
+    (real, matches, units), whole, match = game.real.shape, game.whole.shape[0], game.match.shape[1]
+    each = 4 * ((real + whole) * units + staged.line) + 8 * match
+    room = SHARED_BYTES - 4 * game.stat.shape[0] * units
+    in_step = matches >= IN_STEP_FROM
+    sizes = BLOCK_SIZES if in_step else BLOCK_SIZES[1:]
+    threads = next((t for t in sizes if t // WARP * (WARP // lanes) * each <= room), BLOCK_SIZES[-1])
+    rows = threads // WARP * (WARP // lanes)
+    shapes = (real, rows, units), (whole, rows, units), (rows, match), tuple(game.stat.shape)
+    return _compile_cuda(run_one, rule, lanes, threads, in_step, staged, shapes), threads

@@ -265,7 +265,8 @@ def test_restatement_agrees_with_smac(name):
 
 # ---- all 23 maps ----
 def test_there_are_23_maps():
-    assert sorted(envs.list_ids()) == sorted(SIZES) == sorted(MAPS)
+    assert sorted(SIZES) == sorted(MAPS)
+    assert set(SIZES) <= set(envs.list_ids())
 
 
 @pytest.mark.parametrize("name", SIZES)

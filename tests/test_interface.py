@@ -129,7 +129,7 @@ def test_extra_allies_are_dealt_to_the_spawn_points_in_turn():
 
 
 # ---- attributes and spaces ----
-@pytest.mark.parametrize("name", envs.list_ids())
+@pytest.mark.parametrize("name", MAPS)
 def test_attributes_and_spaces(name):
     env = envs.make(name, num_envs=5)
     assert env.num_envs == 5 and env.device == torch.device("cpu")
@@ -526,7 +526,7 @@ def test_there_are_five_policies_and_another_is_refused():
         env.scripted_actions("clever")
 
 
-@pytest.mark.parametrize("name", envs.list_ids())
+@pytest.mark.parametrize("name", MAPS)
 def test_policies_only_choose_available_actions(name):
     env = envs.make(name, num_envs=10, check=False)
     seats = torch.arange(10)[:, None].expand(10, env.n_agents) % len(env.policies)

@@ -99,7 +99,7 @@ def play_at_random(name, matches, seed, policy="random"):
     return returns
 
 
-@pytest.mark.parametrize("name", envs.list_ids())
+@pytest.mark.parametrize("name", MAPS)
 def test_random_play_quick(name):
     play_at_random(name, LARGE.get(name, USUAL), seed=1)
 
@@ -111,7 +111,7 @@ def test_purposeful_play_quick(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", envs.list_ids())
+@pytest.mark.parametrize("name", MAPS)
 def test_random_play(name):
     matches = int(os.environ.get("BATTLE_MATCHES", 5 * LARGE.get(name, USUAL)))
     for seed in range(-(-matches // 1000)):
@@ -119,6 +119,6 @@ def test_random_play(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", envs.list_ids())
+@pytest.mark.parametrize("name", MAPS)
 def test_purposeful_play(name):
     play_at_random(name, LARGE.get(name, USUAL), seed=3, policy="nearest")
