@@ -38,13 +38,14 @@ def synchronize(device):
 
 
 def throughput(env_id, matches, device, seconds, options):
-    """(steps a second, seconds to the first step's end)"""
+    """(steps a second, agents, seconds to the first step's end)"""
     started = time.perf_counter()
     env = envs.make(env_id, num_envs=matches, device=device, autoreset=True, check=False, **options)
-    env.reset()
+    _, info = env.reset()
+    random = "RAND" if "RAND" in env.policies else "random"
 
     def step():
-        env.step(env.scripted_actions("random"))
+        env.step(env.scripted_actions(random))
 
     step()
     synchronize(device)
@@ -53,7 +54,7 @@ def throughput(env_id, matches, device, seconds, options):
         step()
 
     if device == "cpu" and matches == 1:
-        actions = env.scripted_actions("hold").clone()
+        actions = info["avail"].int().argmax(2)  # the first that is available: what is not counts as standing still
 
         def run():
             for _ in range(STEPS):
@@ -80,18 +81,17 @@ def throughput(env_id, matches, device, seconds, options):
         run()
         synchronize(device)
         rounds += 1
-    return rounds * STEPS * matches / (time.perf_counter() - started), first
+    return rounds * STEPS * matches / (time.perf_counter() - started), env.n_agents, first
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    print(f"{'environment':18} {'device':6} {'matches':>8} {'steps/s':>14} {'us a step':>10} {'first s':>8}")
+    heads = ("environment", "device", "matches", "steps/s", "agent steps/s", "us a step", "first s")
+    print("{:18} {:6} {:>8} {:>14} {:>14} {:>10} {:>8}".format(*heads))
     for device in args.devices:
         sizes = args.matches or ([1, 1024] if device == "cpu" else [4096, 16384, 65536])
         for env_id in args.ids:
             for matches in sizes:
-                rate, first = throughput(env_id, matches, device, args.seconds, args.options)
-                print(
-                    f"{env_id:18} {device:6} {matches:8} {rate:14,.0f} {matches / rate * 1e6:10.1f} {first:8.1f}",
-                    flush=True,
-                )
+                rate, agents, first = throughput(env_id, matches, device, args.seconds, args.options)
+                rates = f"{rate:14,.0f} {rate * agents:14,.0f} {matches / rate * 1e6:10.1f} {first:8.1f}"
+                print(f"{env_id:18} {device:6} {matches:8} {rates}", flush=True)

@@ -5,6 +5,8 @@ A small one has `play` make them of four functions of one match: `reset_one`, `s
 (docs/environments.md has an example).
 """
 
+import functools
+
 import gymnasium
 import numpy as np
 import torch
@@ -113,8 +115,6 @@ class Batch:
         }
         self.single_observation_space = gymnasium.spaces.Box(-1.0, 1.0, (self.n_agents, self.obs_dim), np.float32)
         self.single_action_space = gymnasium.spaces.MultiDiscrete([self.n_actions] * self.n_agents)
-        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
 
         def blank(dtype, *shape):
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -143,6 +143,14 @@ class Batch:
             key: self._outputs[key] for key in ("state", "avail", "alive", "won", *(FINAL if autoreset else ()))
         }
         self._info["invalid"] = blank(yes, matches)
+
+    @functools.cached_property
+    def observation_space(self):  # made when asked for: its bounds take twice the memory of the observations
+        return gymnasium.vector.utils.batch_space(self.single_observation_space, self.num_envs)
+
+    @functools.cached_property
+    def action_space(self):
+        return gymnasium.vector.utils.batch_space(self.single_action_space, self.num_envs)
 
     def _tensors(self):
         """All that a program works on, by name."""
