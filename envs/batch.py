@@ -1,7 +1,8 @@
 """What every environment shows to the outside: a batch of matches with Gymnasium's words and torch tensors.
 
-An environment hands over its sizes and simulation arrays and sets `_run` and `_act`, its programs (see envs/vector.py).
-A small one has `play` make them of four functions of one match: `reset_one`, `step_one`, `observe_one` and `act_one`
+An environment hands over its sizes and simulation arrays, sets `_run` and `_act`, its programs (see envs/vector.py),
+and has a `scene(index)`: one match in plain words and numbers, which envs/render.py and envs/page.py draw. A small one
+has `play` make the programs of four functions of one match: `reset_one`, `step_one`, `observe_one` and `act_one`
 (docs/environments.md has an example).
 """
 
@@ -11,7 +12,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from envs import vector
+from envs import render, vector
 from envs.vector import barrier, scalar
 
 KEY, EPISODE, STEP, STAGE = range(4)  # the fields of a match: match[m, field]
@@ -110,7 +111,7 @@ class Batch:
         modes = gymnasium.vector.AutoresetMode
         self.metadata = {
             "name": name,
-            "render_modes": [],
+            "render_modes": ["rgb_array"],
             "autoreset_mode": modes.SAME_STEP if autoreset else modes.DISABLED,
         }
         self.single_observation_space = gymnasium.spaces.Box(-1.0, 1.0, (self.n_agents, self.obs_dim), np.float32)
@@ -239,6 +240,14 @@ class Batch:
             tensor.copy_(snapshot[key])
         self._started = True
         return self._outputs["obs"], self._info
+
+    def render(self, index=0, size=480, sight=None, goals=None):
+        """A picture of match `index`: RGB bytes (height, width, 3), `size` pixels wide and at most as high.
+
+        `sight` is an agent, or several, whose sight is shaded. `goals` are predictions to mark, each in the colour of
+        its agent: (agent, x, y) in a battle, (agent, row, column) on a grid.
+        """
+        return render.draw(self.scene(index), size, sight, goals)
 
     def close(self):
         pass

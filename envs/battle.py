@@ -922,6 +922,30 @@ def act_here(op, m, lane, lanes, rule, game):
         game.scripted[m, a] = scripted_action(m, a, game.policy[m, a], game.avail, g)
 
 
+def _shots(real, whole, stat, step):
+    """Who hit or healed whom in the last step, [from, to, "hit" or "heal"], as far as it can be told from its end.
+
+    Shots are not kept. But whoever fires in a step has nearly all of its reloading still before it, and its target is
+    hurt in the same step; once in a while one shot is told of twice. A baneling that has just died has exploded.
+    """
+    shots = []
+    for u, target in enumerate(whole[TARGET].tolist()):
+        if target < 0 or whole[ORDER, u] not in (ENGAGE, FIGHT):
+            continue
+        lives, hurt = real[HEALTH, u] > 0, real[HURT_AT, target] >= (step - 1) * LOOPS
+        if stat[HEALS, u]:
+            reach = stat[RANGE, u] + stat[RADIUS, u] + stat[RADIUS, target]
+            near = np.hypot(*(real[[X, Y], u] - real[[X, Y], target])) <= reach
+            if lives and near and real[HEALTH, target] > 0 and real[ENERGY, u] > 0:
+                shots.append([u, target, "heal"])
+        elif stat[SPLASH, u] == BLAST:
+            if not lives and real[BEFORE, u] > 0:
+                shots.append([u, target, "hit"])
+        elif lives and hurt and real[COOLDOWN, u] > max(stat[PERIOD, u] + DELAY_LEAST - LOOPS, 0):
+            shots.append([u, target, "hit"])
+    return shots
+
+
 class Battle(Batch):
     """Matches on one map. docs/battles.md describes the interface and the options; envs.make builds one."""
 
@@ -979,6 +1003,7 @@ class Battle(Batch):
         if obs_instead_of_state:
             state_dim = allies * obs_dim
         self.n_enemies, self.unit_kinds = enemies, kinds
+        self._ground_rows = list(reversed(TERRAINS[spec.terrain].split()))
         super().__init__(
             name, num_envs, device, seed, [f"{kind}_{a}" for a, kind in enumerate(kinds[:allies])],
             (actions, obs_dim, state_dim, spec.limit), autoreset, check,
@@ -1055,6 +1080,45 @@ class Battle(Batch):
         real = self._simulation["real"]
         named = {"x": X, "y": Y, "health": HEALTH, "shield": SHIELD, "cooldown": COOLDOWN, "energy": ENERGY}
         return {key: real[field] for key, field in named.items()}
+
+    def scene(self, index=0):
+        """One match as it stands, in plain words and numbers, to be drawn."""
+        real = self._simulation["real"][:KEPT_REAL, index].cpu().numpy()
+        whole, stat = self._simulation["whole"][:, index].cpu().numpy(), self._constant["stat"].cpu().numpy()
+        terminated, won = bool(self._outputs["terminated"][index]), bool(self._outputs["won"][index])
+        match = self._simulation["match"][index].tolist()
+        status = "running"
+        if match[STAGE] != RUNNING:
+            status = "won" if won else ("lost" if terminated else "time")
+        unit_facts = zip(
+            self.unit_kinds, *real[[X, Y, HEALTH, SHIELD]].tolist(), *stat[[RADIUS, MAX_HEALTH, MAX_SHIELD]].tolist()
+        )
+        return {
+            "game": "battle",
+            "title": self.name,
+            "step": match[STEP],
+            "limit": self.episode_limit,
+            "width": len(self._ground_rows[0]),
+            "height": len(self._ground_rows),
+            "ground": self._ground_rows,
+            "sight": float(SIGHT),
+            "units": [
+                {
+                    "side": int(u >= self.n_agents),
+                    "kind": kind,
+                    "x": x,
+                    "y": y,
+                    "radius": radius,
+                    "health": health,
+                    "max_health": max_health,
+                    "shield": shield,
+                    "max_shield": max_shield,
+                }
+                for u, (kind, x, y, health, shield, radius, max_health, max_shield) in enumerate(unit_facts)
+            ],
+            "shots": [] if match[STAGE] == FROZEN else _shots(real, whole, stat, match[STEP]),
+            "status": status,
+        }
 
     def _fitting(self, name, values, like):
         values = torch.as_tensor(values, device=self.device)
