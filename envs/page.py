@@ -1,0 +1,77 @@
+"""One self-contained page that plays recorded matches in a browser: nothing is fetched, no server is needed.
+
+What is drawn is the same as envs/render.py draws; envs/page.html does it, with the colours and letters from there.
+"""
+
+import json
+from pathlib import Path
+
+from envs import render
+
+MOVING = {  # what changes about a unit or hunter from frame to frame
+    "units": ("x", "y", "health", "shield"),
+    "hunters": ("row", "col", "alive", "action", "return", "x", "y", "size"),
+}
+
+
+def write(path, episodes, names, fps=8, sight=()):
+    """Writes the page. `episodes` are lists of scenes, each with a name; a scene may have `goals` (see render.draw).
+
+    `sight` are the agents whose sight is shown at first.
+    """
+    units = {(u["side"], u["kind"]) for scenes in episodes for u in scenes[0].get("units", ())}
+    recording = {
+        "look": _look(units),
+        "moving": MOVING,
+        "fps": fps,
+        "sight": list(sight),
+        "episodes": [{"name": name, **_pack(scenes)} for name, scenes in zip(names, episodes)],
+    }
+    text = json.dumps(recording, separators=(",", ":")).replace("<", "\\u003c")  # nothing ends the script element
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    Path(path).write_text(template.replace("__RECORDING__", text), encoding="utf-8")
+
+
+def _look(units):
+    def paint(fill):
+        return {"fill": fill, "ink": render.ink_on(fill), "rim": render.rim_of(fill)}
+
+    kinds = {kind: [None, None] for _, kind in units}
+    for side, kind in units:
+        letter, fill = render.style(side, kind)
+        kinds[kind][side] = {"letter": letter, "fallen": render.fallen(fill), **paint(fill)}
+    return {
+        "colours": render.COLOURS,
+        "kinds": kinds,
+        "hunters": [paint(fill) for fill in render.COLOURS["hunters"]],
+        "hare_rim": render.rim_of(render.COLOURS["hare"]),
+    }
+
+
+def _pack(scenes):
+    """A match as what stays the same, and for each frame what does not."""
+    scenes = [_placed(scene) for scene in scenes]
+    first = scenes[0]
+    constant = {key: value for key, value in first.items() if all(scene.get(key) == value for scene in scenes)}
+    frames = [{key: value for key, value in scene.items() if key not in constant} for scene in scenes]
+    for group, fields in MOVING.items():
+        if group in first:
+            constant[group] = [{key: thing[key] for key in thing if key not in fields} for thing in first[group]]
+            for frame, scene in zip(frames, scenes):
+                frame[group] = [[_short(thing[field]) for field in fields] for thing in scene[group]]
+    return {"constant": constant, "frames": frames}
+
+
+def _placed(scene):
+    """The scene with what the page need not work out: the part of the map to show, or places within cells."""
+    if scene["game"] == "battle":
+        return {**scene, "view": render.view_of(scene["ground"], scene["width"], scene["height"])}
+    prey, hunters = (
+        [{**thing, **dict(zip(("x", "y", "size"), place or (None,) * 3))} for thing, place in zip(scene[group], places)]
+        for group, places in zip(("prey", "hunters"), render.places_in_cells(scene))
+    )
+    return {**scene, "prey": prey, "hunters": hunters}
+
+
+def _short(value):
+    return round(value, 2) if isinstance(value, float) else value

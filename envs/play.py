@@ -1,0 +1,199 @@
+"""Plays matches, and shows them: as a GIF, an MP4, a page for the browser, or in a window.
+
+python -m envs.play 8m --policy nearest --episodes 3 --out match.gif
+python -m envs.play 8m --policy weakest --out match.html
+python -m envs.play 8m --policy runs/8m__omg_iql__1 --window
+"""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import tyro
+from PIL import Image
+
+import envs
+from envs import page, render
+
+ROOT = Path(__file__).parent.parent  # where the training scripts are
+FORMATS = (".gif", ".mp4", ".html")
+
+
+@dataclass
+class Args:
+    env_id: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV_ID")]
+    """the environment, one of envs.list_ids()"""
+    policy: str | None = None
+    """one of the environment's policies (None: its first), one for each seat with commas, or a training run's folder"""
+    episodes: int = 1
+    """how many matches to play"""
+    out: Path | None = None
+    """file to write: .gif, .mp4 or .html"""
+    seed: int = 0
+    """of the first match"""
+    n_agents: int | None = None
+    """size of the team, where the environment can be resized"""
+    size: int = 480
+    """width of the picture in pixels"""
+    fps: float = 8.0
+    """steps shown in a second"""
+    sight: tuple[int, ...] = ()
+    """agents whose sight is shaded"""
+    window: bool = False
+    """show the matches while they are played"""
+    device: str = "cpu"
+    """where to play: cpu or cuda"""
+
+
+# ---- who plays ----
+def policy_of(name, env):
+    """A function (obs, info) -> actions (1, n_agents), from a name, names with commas or a run's folder."""
+    seats = name.split(",")
+    if set(seats) <= set(env.policies):
+        if len(seats) not in (1, env.n_agents):
+            raise ValueError(f"{env.name} has {env.n_agents} seats, but there are {len(seats)} policies")
+        numbers = torch.tensor([env.policies.index(seat) for seat in seats]).expand(env.num_envs, env.n_agents)
+        return lambda obs, info: env.scripted_actions(numbers)
+    if Path(name).is_dir():
+        return trained_policy(Path(name), env)
+    raise ValueError(
+        f"unknown policy {name!r}: one of {', '.join(env.policies)}, {env.n_agents} of them with commas, "
+        "or the folder of a training run"
+    )
+
+
+def trained_policy(folder, env):
+    """What a training script makes of its run's folder.
+
+    If the function it returns has an attribute `goals`, a list as for `env.render`, these are shown.
+    """
+    checkpoint = folder / "checkpoint.pt"
+    if not checkpoint.is_file():
+        raise ValueError(f"there is no checkpoint.pt in {folder}")
+    algorithm = torch.load(checkpoint, map_location="cpu", weights_only=True).get("algorithm")
+    script = ROOT / f"{algorithm}.py"
+    if not str(algorithm).isidentifier() or not script.is_file():
+        raise ValueError(f"{checkpoint} is of the algorithm {algorithm!r}, but there is no script {script}")
+    spec = importlib.util.spec_from_file_location(algorithm, script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[algorithm] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module.load_policy(folder, env)
+
+
+# ---- playing ----
+def play(env, act, seed, watch):
+    """Plays a match; returns (its scenes, its summary). Each scene is shown to `watch` as soon as it is there."""
+    obs, info = env.reset(seed=seed)
+    scenes, total, over = [], 0.0, False
+    while True:
+        scenes.append(env.scene(0))
+        if not over:
+            with torch.no_grad():
+                actions = act(obs, info)
+            if getattr(act, "goals", None):
+                scenes[-1]["goals"] = [[float(value) for value in goal] for goal in act.goals]
+        watch(scenes[-1])
+        if over:
+            return scenes, f"return {total:.2f}, {scenes[-1]['status']}, {scenes[-1]['step']} steps"
+        obs, reward, terminated, truncated, info = env.step(actions)
+        total += float(reward[0].mean())
+        over = bool(terminated[0] | truncated[0])
+
+
+# ---- showing ----
+def picture_of(scene, args):
+    return render.draw(scene, args.size, args.sight, scene.get("goals"))
+
+
+def pictures(episodes, args):
+    """The frames of all matches; the end of each stands for a second."""
+    for scenes in episodes:
+        for scene in scenes:
+            picture = picture_of(scene, args)
+            yield from [picture] * (1 if scene is not scenes[-1] else max(1, round(args.fps)))
+
+
+def write_gif(path, frames, fps):
+    images = [Image.fromarray(frame) for frame in frames]
+    sample = np.concatenate([np.asarray(image) for image in images[:: max(1, len(images) // 8)]])
+    palette = Image.fromarray(sample).quantize(256)
+    images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    images[0].save(path, save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0)
+
+
+def write_mp4(path, frames, fps):
+    frames = list(frames)
+    height, width, _ = frames[0].shape
+    even = "pad=ceil(iw/2)*2:ceil(ih/2)*2:color=white"  # the format has no odd sizes
+    command = ["ffmpeg", "-y", "-loglevel", "error", "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}"]
+    command += ["-r", str(fps), "-i", "-", "-vf", even, "-pix_fmt", "yuv420p", "-movflags", "+faststart", str(path)]
+    subprocess.run(command, input=b"".join(frame.tobytes() for frame in frames), check=True)
+
+
+class Window:
+    """A window of matplotlib's that shows one scene after the other."""
+
+    def __init__(self, args):
+        import matplotlib.pyplot as plt  # slow to import, and only needed here
+
+        self.args, self.plt = args, plt
+        self.figure = plt.figure(figsize=(6, 6))
+        if self.figure.canvas.required_interactive_framework is None:
+            raise ValueError("--window needs a screen and a toolkit such as Tk; without them, --out match.gif works")
+        self.image = None
+
+    def __call__(self, scene):
+        if not self.plt.fignum_exists(self.figure.number):
+            raise KeyboardInterrupt("the window was closed")
+        picture = picture_of(scene, self.args)
+        if self.image is None:
+            axes = self.figure.add_axes((0, 0, 1, 1))
+            axes.axis("off")
+            self.image = axes.imshow(picture)
+        self.image.set_data(picture)
+        self.plt.pause(1 / self.args.fps)
+
+
+def main(args):
+    if args.out and args.out.suffix.lower() not in FORMATS:
+        raise ValueError(f"--out {args.out} is not one of {', '.join('*' + ending for ending in FORMATS)}")
+    if args.out and args.out.suffix.lower() == ".mp4" and shutil.which("ffmpeg") is None:
+        raise ValueError("an MP4 needs ffmpeg, which is not installed (apt, brew or winget have it); a .gif does not")
+    for name in ("episodes", "size", "fps"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name} is above 0, not {getattr(args, name)}")
+    env = envs.make(args.env_id, device=args.device, seed=args.seed, n_agents=args.n_agents)
+    if not all(0 <= agent < env.n_agents for agent in args.sight):
+        raise ValueError(f"--sight takes agents from 0 to {env.n_agents - 1}, not {args.sight}")
+    act = policy_of(args.policy or env.policies[0], env)
+    watch = Window(args) if args.window else lambda scene: None
+    episodes, names = [], []
+    for number in range(args.episodes):
+        scenes, summary = play(env, act, args.seed if number == 0 else None, watch)
+        print(f"match {number}: {summary}", flush=True)
+        episodes.append(scenes)
+        names.append(f"{number}: {summary}")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        if args.out.suffix.lower() == ".html":
+            page.write(args.out, episodes, names, args.fps, args.sight)
+        else:
+            write = {".gif": write_gif, ".mp4": write_mp4}[args.out.suffix.lower()]
+            write(args.out, pictures(episodes, args), args.fps)
+        print(args.out)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, prog="python -m envs.play", description=__doc__.splitlines()[0]))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(1)
