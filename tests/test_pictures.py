@@ -501,6 +501,7 @@ class Browser:
     def ask(self, expression):
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
+        assert not [event for event in self.events if event.get("method") == "Runtime.exceptionThrown"], self.events
         return answer["result"].get("value")
 
     def until(self, expression):
@@ -579,7 +580,6 @@ def test_the_page_plays_pauses_steps_and_scrubs(browser, matches):
     asked = {event["params"]["request"]["url"] for event in browser.events
              if event.get("method") == "Network.requestWillBeSent"}  # fmt: skip
     assert asked == {address}
-    assert not [event for event in browser.events if event.get("method") == "Runtime.exceptionThrown"]
 
 
 def test_the_speed_can_be_changed(browser, matches):
@@ -640,6 +640,7 @@ def test_the_page_looks_as_the_pictures_do(browser, matches, game):
         scenes, bottom = [hunt_scene(), hunt_scene(step=4, hunters=moved)], 480 - render.FOOTER
         left, right = 240 - (bottom - render.HEADER) / 2, 240 + (bottom - render.HEADER) / 2
     browser.open([scenes])
+    browser.until("time > 0.2")
     browser.ask("setPlaying(false)")
     drawn, pictures = [], []
     for frame, scene in enumerate(scenes):
