@@ -19,31 +19,45 @@ from envs.stag_hunt import IDS, StagHunt, is_hunt
 __all__ = ["list_ids", "make"]
 
 
+PATTERN = "stag_hunt_{height}x{width}_{hares}h{stags}s"
+
+
 def list_ids():
-    """The ids that `make` takes; it also takes stag_hunt_{height}x{width}_{hares}h{stags}s."""
-    return [*MAPS, *IDS]
+    """The ids that `make` takes; it also takes the pattern of the stag hunts."""
+    return [*MAPS, *IDS, *(f"sc2/{name}" for name in MAPS)]
 
 
 def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, **options):
     """A batch of `num_envs` matches of one environment; the options are those of its class."""
-    game = Battle if env_id in MAPS else StagHunt if is_hunt(env_id) else None
-    if game is None:
-        pattern = "stag_hunt_{height}x{width}_{hares}h{stags}s"
-        raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())} or {pattern}")
+    kind = _kind(env_id)
     if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
         raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
     allowed = [
         name
-        for name, parameter in inspect.signature(game.__init__).parameters.items()
+        for name, parameter in inspect.signature(kind.__init__).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     ]
+    allowed += kind.passed_on
     for name in options:
         if name not in allowed:
             raise ValueError(f"{env_id} has no option {name!r}: one of {', '.join(allowed)}")
-    return game(env_id, num_envs, _device(device), seed, n_agents, **options)
+    return kind(env_id, num_envs, _device(device, kind), seed, n_agents, **options)
 
 
-def _device(name):
+def _kind(env_id):
+    """The class of an id."""
+    if env_id in MAPS:
+        return Battle
+    if isinstance(env_id, str) and is_hunt(env_id):
+        return StagHunt
+    if env_id in list_ids():
+        from envs.starcraft2 import StarCraft2  # only those who ask for it need its package
+
+        return StarCraft2
+    raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())} or {PATTERN}")
+
+
+def _device(name, kind):
     available = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     try:
         device = torch.device(name)
@@ -53,6 +67,6 @@ def _device(name):
         device = torch.device("cuda", torch.cuda.current_device())
     if device is None or (device.type != "cpu" and str(device) not in available):
         raise ValueError(f"there is no device {name!r} here: one of {', '.join(available)}")
-    if device.type == "cuda" and importlib.util.find_spec("numba_cuda") is None:
+    if device.type == "cuda" and kind in (Battle, StagHunt) and importlib.util.find_spec("numba_cuda") is None:
         raise ValueError(f'for device {name!r} Numba needs its CUDA part: pip install -e ".[cuda]"')
     return device

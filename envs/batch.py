@@ -102,6 +102,7 @@ class Batch:
 
     policies = ()
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
+    passed_on = ()  # options that go to another package as they are
 
     def __init__(self, name, num_envs, device, seed, agents, sizes, autoreset, check, simulation):
         self.name, self.num_envs, self.device, self.agents = name, num_envs, torch.device(device), agents
