@@ -13,11 +13,12 @@ import torch
 import tyro
 
 import envs
+from envs.battle_data import MAPS
 
 
 @dataclass
 class Args:
-    ids: list[str] = field(default_factory=envs.list_ids)
+    ids: list[str] = field(default_factory=lambda: list(MAPS))
     """environments to time"""
     matches: list[int] = field(default_factory=list)
     """batch sizes (default: 1 and 1024 on the CPU; 4096, 16384 and 65536 on CUDA)"""

@@ -1,0 +1,577 @@
+"""The real game's side of the interface, played against a stand-in for smac (tests/fake_smac)."""
+
+import gc
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import envs
+from envs import starcraft2
+from envs.battle_data import MAPS
+
+NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
+FAKE = Path(__file__).parent / "fake_smac"
+INSTALL = 'pip install "smac @ git+https://github.com/oxwhirl/smac.git" "tensorboard==2.20.0" "wandb==0.25.0"'
+posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+
+def is_running(pid):
+    if os.name == "nt":
+        listed = subprocess.run(["tasklist", "/FI", f"PID eq {pid}"], capture_output=True, text=True, check=True)
+        return str(pid) in listed.stdout
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")  # the dead whom nobody has buried do not run
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+class World:
+    """A folder with a StarCraft II that is none, and the notes of the games that were played."""
+
+    def __init__(self, folder):
+        here = starcraft2.PLATFORMS[platform.system()]
+        self.sc2, self.notes, self.made = folder / "sc2", folder / "notes", []
+        binary, maps = self.sc2 / "Versions" / "Base1" / here.binary, self.sc2 / "Maps" / "SMAC_Maps"
+        for needed in (binary.parent, maps, self.notes):
+            needed.mkdir(parents=True)
+        binary.touch()
+        for name in ("3m", "MMM"):
+            (maps / f"{name}.SC2Map").touch()
+
+    def make(self, *arguments, **options):
+        self.made.append(envs.make(*arguments, **options))
+        return self.made[-1]
+
+    def south(self, fault):
+        (self.notes / "south").write_text(fault)
+
+    def read(self, name):
+        file = self.notes / name
+        return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+    def running(self):
+        return [pid for pid in set(self.read("pids")) if is_running(pid)]
+
+    def wait_for_the_fault(self, fault):
+        while fault == "hang" and not self.read("hangs"):
+            time.sleep(0.05)
+
+    def wait_for_the_end(self, seconds):
+        deadline = time.monotonic() + seconds
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.running()
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    world = World(tmp_path)
+    monkeypatch.syspath_prepend(FAKE)
+    monkeypatch.setenv("SC2PATH", str(world.sc2))
+    monkeypatch.setenv("FAKE_SMAC", str(world.notes))
+    yield world
+    for env in world.made:
+        env.close()
+    assert not world.running()
+
+
+def attack(env):
+    """Everyone shoots the enemy opposite, who falls at the second shot."""
+    return (torch.arange(env.n_agents) + ATTACK).repeat(env.num_envs, 1)
+
+
+def everyone(env, action):
+    return torch.full((env.num_envs, env.n_agents), action)
+
+
+def one_goes_south(env, match=0):
+    actions = everyone(env, STOP)
+    actions[match, 0] = SOUTH
+    return actions
+
+
+def copied(result):
+    *tensors, info = result
+    names = ("obs",) if len(result) == 2 else ("obs", "reward", "terminated", "truncated")
+    return {key: tensor.clone() for key, tensor in {**dict(zip(names, tensors)), **info}.items()}
+
+
+# ---- what is said when something is missing ----
+def hide(monkeypatch, package):
+    find_spec = starcraft2.importlib.util.find_spec
+    monkeypatch.setattr(
+        starcraft2.importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
+    )
+
+
+def refusal(world):
+    with pytest.raises(ValueError, match="sc2/3m: ") as error:
+        world.make("sc2/3m")
+    assert error.value.__suppress_context__ and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_missing_package(world, monkeypatch):
+    hide(monkeypatch, "smac")
+    message = refusal(world)
+    assert message.endswith(INSTALL) and "smac is missing" in message
+
+
+def test_automls_smac_in_its_place(world, monkeypatch, tmp_path):
+    other = tmp_path / "site-packages"
+    (other / "smac" / "facade").mkdir(parents=True)
+    (other / "smac" / "__init__.py").write_text("raise RuntimeError('it is not imported')")
+    monkeypatch.syspath_prepend(other)
+    message = refusal(world)
+    assert message.endswith(f"pip uninstall -y smac && {INSTALL}") and str(other) in message and "AutoML" in message
+
+
+def test_missing_pysc2(world, monkeypatch):
+    hide(monkeypatch, "pysc2")
+    message = refusal(world)
+    assert message.endswith(INSTALL) and "pysc2" in message
+
+
+def test_smac_that_cannot_be_imported(world):
+    (world.notes / "broken").write_text("yes")
+    message = refusal(world)
+    assert message.endswith(INSTALL) and "Descriptors cannot be created directly." in message
+
+
+def test_no_sc2path(world, monkeypatch, tmp_path):
+    here = starcraft2.PLATFORMS[platform.system()]
+    default = tmp_path / "nowhere"
+    monkeypatch.setitem(starcraft2.PLATFORMS, platform.system(), here._replace(folder=str(default)))
+    monkeypatch.delenv("SC2PATH")
+    message = refusal(world)
+    assert message.endswith(here.get) and "SC2PATH is not set" in message and str(default) in message
+
+
+def test_sc2path_that_leads_nowhere(world, monkeypatch, tmp_path):
+    monkeypatch.setenv("SC2PATH", str(tmp_path / "nowhere"))
+    message = refusal(world)
+    assert message.endswith(starcraft2.PLATFORMS[platform.system()].get) and str(tmp_path / "nowhere") in message
+
+
+def test_no_binary(world):
+    here = starcraft2.PLATFORMS[platform.system()]
+    (world.sc2 / "Versions" / "Base1" / here.binary).unlink()
+    message = refusal(world)
+    assert message.endswith(here.get) and here.binary in message
+
+
+def test_missing_map(world):
+    (world.sc2 / "Maps" / "SMAC_Maps" / "3m.SC2Map").unlink()
+    message = refusal(world)
+    assert "map 3m" in message and message.endswith(f'-m zipfile -e SMAC_Maps.zip "{world.sc2 / "Maps"}"')
+
+
+@pytest.mark.parametrize("system", starcraft2.PLATFORMS)
+def test_every_system_is_told_how_to_get_the_game(system):
+    assert "SC2PATH" in starcraft2.PLATFORMS[system].get and "https://" in starcraft2.PLATFORMS[system].get
+
+
+# ---- what make takes ----
+def test_ids_follow_the_battles():
+    assert envs.list_ids() == [*MAPS, *(f"sc2/{name}" for name in MAPS)]
+
+
+def test_it_is_imported_only_when_asked_for():
+    script = "import sys, envs; print([name for name in sys.modules if 'starcraft2' in name or 'sc2' in name])"
+    shown = subprocess.run([sys.executable, "-c", script], cwd=FAKE.parents[1], capture_output=True, text=True)
+    assert shown.stdout.strip() == "[]", shown.stderr
+
+
+def test_other_numbers_of_agents_are_refused(world):
+    with pytest.raises(ValueError, match=r"sc2/3m .*\b3 agents, not 4"):
+        world.make("sc2/3m", n_agents=4)
+    assert world.make("sc2/3m", n_agents=3).n_agents == 3
+
+
+@pytest.mark.parametrize("option", ["obs_last_actoin", "map_name", "seeds", "auto_allies"])
+def test_unknown_option_names_all_options(world, option):
+    with pytest.raises(ValueError, match=option) as error:
+        world.make("sc2/3m", **{option: 1})
+    assert all(name in str(error.value) for name in ("autoreset", "step_timeout", "obs_last_action", "difficulty"))
+
+
+@pytest.mark.parametrize("options", [{"step_timeout": 0}, {"reset_timeout": "long"}, {"difficulty": "11"}])
+def test_wrong_values_are_refused(world, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        world.make("sc2/3m", **options)
+
+
+def test_options_reach_smac(world):
+    env = world.make("sc2/3m", obs_timestep_number=True, obs_instead_of_state=True, difficulty="A")
+    obs, info = env.reset()
+    assert (env.obs_dim, env.state_dim) == (4, 12) and torch.equal(info["state"][0], obs.flatten())
+    obs, *_ = env.step(everyone(env, STOP))
+    assert torch.allclose(obs[0, :, 3], torch.tensor(1 / 6)) and (obs[0, :, 2] > 0).all(), "time is the last column"
+
+
+# ---- the interface of the battles ----
+def test_attributes_shapes_and_types(world):
+    env, battle = world.make("sc2/3m", num_envs=2), envs.make("3m", num_envs=2)
+    assert (env.agents, env.unit_kinds, env.n_enemies) == (battle.agents, battle.unit_kinds, battle.n_enemies)
+    assert (env.n_actions, env.obs_dim, env.state_dim, env.episode_limit) == (9, 3, 6, 6)
+    obs, info = env.reset()
+    ours, theirs = (
+        copied(env.step(everyone(env, STOP))),
+        copied((battle.reset(), battle.step(everyone(battle, STOP)))[1]),
+    )
+    assert list(ours) == list(theirs)
+    for key, tensor in ours.items():
+        assert (tensor.dtype, tensor.dim(), tensor.device) == (theirs[key].dtype, theirs[key].dim(), env.device), key
+    assert env.observation_space.contains(obs.numpy()) and env.action_space.contains(everyone(env, STOP).numpy())
+    assert info["alive"].all() and info["avail"][:, :, STOP:].all() and not info["avail"][:, :, NO_OP].any()
+    with pytest.raises(ValueError, match="agent 0"):
+        env.step(everyone(env, NO_OP))
+
+
+def test_match_is_won_then_frozen_and_the_others_go_on(world):
+    env = world.make("sc2/3m", num_envs=2, check=False)
+    env.reset()
+    actions = everyone(env, STOP)
+    actions[1] = attack(env)[1]
+    env.step(actions)
+    obs, reward, terminated, truncated, info = env.step(actions)
+    assert terminated.tolist() == info["won"].tolist() == [False, True] and not truncated.any()
+    assert reward.tolist() == [[0] * 3, [13] * 3]
+    assert (obs != 0).any(2).all() and info["alive"].all() and not info["avail"][1, :, ATTACK:].any()
+    before = copied(env.step(everyone(env, STOP)))
+    assert not before["alive"][1].any() and (before["reward"] == 0).all() and (before["obs"][1] == 0).all()
+    assert before["avail"][1].nonzero()[:, 1].tolist() == [NO_OP] * 3
+    assert before["won"][1] and before["terminated"][1] and before["alive"][0].all()
+
+    obs, info = env.reset(mask=torch.tensor([False, True]))
+    assert torch.equal(obs[0], before["obs"][0]) and info["alive"].all() and not info["won"].any()
+    assert env.scene(0)["step"] == 3 and env.scene(1)["step"] == 0
+    env.step(everyone(env, STOP))
+    assert len(world.read("launches")) == 2, "the game stays the same from match to match"
+
+
+def test_time_limit_is_truncation(world):
+    env = world.make("sc2/3m")
+    env.reset()
+    for step in range(6):
+        obs, _, terminated, truncated, info = env.step(everyone(env, STOP))
+        assert truncated.item() == (step == 5) and not terminated and not info["won"] and not info["invalid"]
+    assert (obs != 0).any() and env.scene(0)["status"] == "time"
+
+
+@pytest.mark.parametrize("wrong", [NO_OP, -1, 99])
+def test_unavailable_action_counts_as_stop_when_not_checked(world, wrong):
+    env = world.make("sc2/3m", check=False)
+    env.reset()
+    env.step(one_goes_south(env))  # which kills
+    obs, _, _, _, info = env.step(everyone(env, wrong))
+    assert info["alive"].tolist() == [[False, True, True]] and not info["invalid"].any()
+    assert (obs[0, 0] == 0).all() and info["avail"][0, 0].nonzero().flatten().tolist() == [NO_OP]
+
+
+def test_autoreset_plays_what_resetting_by_hand_plays(world):
+    auto, hand = (world.make("sc2/3m", num_envs=2, autoreset=autoreset, check=False) for autoreset in (True, False))
+    auto.reset()
+    hand.reset()
+    endings = torch.zeros(2)
+    for step in range(14):
+        actions = everyone(auto, STOP)
+        actions[0] = attack(auto)[0] if step > 2 else STOP
+        after, expected = copied(auto.step(actions)), copied(hand.step(actions))
+        for key in ("reward", "terminated", "truncated", "won", "invalid"):
+            assert torch.equal(after[key], expected[key]), key
+        over = expected["terminated"] | expected["truncated"]
+        endings += over
+        for key in ("obs", "state", "avail"):
+            assert torch.equal(after[f"final_{key}"][over], expected[key][over]), key
+        if over.any():
+            obs, info = hand.reset(mask=over)
+            expected.update(copied((obs, info)))
+        for key in ("obs", "state", "avail", "alive"):
+            assert torch.equal(after[key], expected[key]), key
+    assert (endings >= 2).all()
+
+
+def test_matches_left_out_of_the_first_reset_wait(world):
+    env = world.make("sc2/3m", num_envs=2)
+    _, info = env.reset(mask=torch.tensor([True, False]))
+    assert info["alive"].tolist() == [[True] * 3, [False] * 3]
+    assert info["avail"][1].nonzero()[:, 1].tolist() == [NO_OP] * 3
+    env.step(torch.tensor([[STOP] * 3, [NO_OP] * 3]))
+    assert len(world.read("launches")) == 1
+
+
+# ---- seeds ----
+def test_same_seed_same_matches(world):
+    first, second, other = (world.make("sc2/3m", num_envs=2, seed=seed) for seed in (5, 5, 6))
+    start = first.reset()[0].clone()
+    assert torch.equal(start, second.reset()[0]) and not torch.equal(start, other.reset()[0])
+    assert not torch.equal(start[0], start[1])
+    launched = world.read("launches")
+    assert len(launched) == 6 and len(set(launched)) == 4 and all(0 <= seed < 1 << 32 for seed in launched)
+    assert torch.equal(first.reset(seed=6)[0], other.reset(seed=6)[0])
+    assert torch.equal(first.reset(seed=5)[0], start)
+
+
+def test_reset_in_the_middle_of_the_first_match_leaves_no_game_behind(world):
+    env = world.make("sc2/3m")
+    start = env.reset()[0].clone()
+    env.step(everyone(env, STOP))
+    assert not torch.equal(env.reset()[0], start), "the next match is another one"
+    assert len(world.read("launches")) == 2
+    assert len(world.running()) == 2, "the process and one game"
+
+
+# ---- policies ----
+def test_random_policy(world):
+    env = world.make("sc2/3m", num_envs=4)
+    env.reset()
+    seen = set()
+    for _ in range(5):
+        actions = env.scripted_actions("random").clone()
+        assert env._outputs["avail"].gather(2, actions[:, :, None]).all()
+        assert torch.equal(actions, env.scripted_actions("random")), "it draws anew each step, not each call"
+        seen.add(tuple(actions.flatten().tolist()))
+        env.step(actions)
+    assert len(seen) == 5
+
+
+def test_hold_shoots_the_nearest_and_a_medivac_heals(world):
+    env = world.make("sc2/MMM")
+    env.reset()
+    medivac = env.unit_kinds.index("medivac")
+    assert env.scripted_actions("hold").tolist() == [
+        [ATTACK + a if a != medivac else ATTACK + medivac - 1 for a in range(10)]
+    ]
+    env.step(env.scripted_actions("hold"))
+    env._units[0, 10:, 0] += 20
+    assert env.scripted_actions("hold").tolist() == [
+        [STOP if a != medivac else ATTACK + medivac - 1 for a in range(10)]
+    ]
+    with pytest.raises(ValueError, match=r"nearest.*random, hold"):
+        env.scripted_actions("nearest")
+
+
+# ---- looking into it ----
+def test_scene(world):
+    env = world.make("sc2/3m", num_envs=2)
+    env.reset()
+    actions = everyone(env, STOP)
+    actions[1] = attack(env)[1]
+    for _ in range(2):
+        env.step(actions)
+    scene = env.scene(1)
+    units = scene.pop("units")
+    assert scene == {
+        "game": "battle", "title": "sc2/3m", "step": 2, "limit": 6, "width": 32, "height": 32, "ground": [],
+        "shots": [], "status": "won",
+    }  # fmt: skip
+    assert [unit["side"] for unit in units] == [0] * 3 + [1] * 3 and {unit["kind"] for unit in units} == {"marine"}
+    assert [unit["health"] for unit in units] == [40] * 3 + [0] * 3 and units[0]["max_health"] == 45
+    assert 10 <= units[0]["x"] < 11 and units[0]["y"] == 10 and units[0]["radius"] == 0.375
+    assert units[0]["shield"] == units[0]["max_shield"] == 0
+    assert env.scene(0)["status"] == "running"
+
+
+def test_replay(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    env = world.make("sc2/3m", num_envs=2)
+    with pytest.raises(RuntimeError, match=r"game 1: .*not been started"):
+        env.save_replay(1)
+    env.reset()
+    env.step(everyone(env, STOP))
+    path = env.save_replay(1, "films")
+    assert Path(path).parent == tmp_path / "films" and Path(path).read_text() == "1 steps" and "3m_1" in path
+    env.step(everyone(env, STOP))
+    assert not env._info["invalid"].any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_replay_that_hangs_costs_the_match(world):
+    (world.notes / "hang_replay").write_text("yes")
+    env = world.make("sc2/3m", num_envs=2, step_timeout=3.0)
+    env.reset()
+    with pytest.raises(RuntimeError, match="no replay of game 0: it did not answer"):
+        env.save_replay(0)
+    *_, info = env.step(everyone(env, STOP))
+    assert info["invalid"].tolist() == [True, False] and env.restarts == 1
+
+
+def test_snapshots_are_refused(world):
+    env = world.make("sc2/3m")
+    env.reset()
+    for call in (env.snapshot, lambda: env.restore({})):
+        with pytest.raises(NotImplementedError, match="neither saved nor restored"):
+            call()
+
+
+# ---- games that fail ----
+@pytest.mark.parametrize("fault", ["crash", "error", "exit", "die", "hang"])
+def test_game_that_fails_makes_its_match_invalid_and_no_other(world, fault):
+    env = world.make("sc2/3m", num_envs=2, step_timeout=3.0 if fault == "hang" else 60.0)
+    env.reset()
+    before = copied(env.step(everyone(env, STOP)))
+    world.south(fault)
+    with pytest.warns(RuntimeWarning, match="sc2/3m: game 0 is restarted"):
+        after = copied(env.step(one_goes_south(env)))
+    assert after["invalid"].tolist() == after["truncated"].tolist() == [True, False]
+    assert not after["terminated"].any() and not after["won"].any() and (after["reward"] == 0).all()
+    for key in ("obs", "state", "avail"):
+        assert torch.equal(after[key][0], before[key][0]), f"{key} is the last there was"
+    assert env.restarts == 1 and after["alive"][1].all()
+
+    frozen = copied(env.step(everyone(env, STOP)))
+    assert frozen["invalid"].tolist() == [True, False] and frozen["alive"].tolist() == [[False] * 3, [True] * 3]
+    _, info = env.reset(mask=torch.tensor([True, False]))
+    assert info["alive"].all() and not info["invalid"].any()
+    for _ in range(3):
+        *_, truncated, info = env.step(everyone(env, STOP))
+    assert truncated.tolist() == [False, True] and not info["invalid"].any()
+    assert len(world.running()) == 4, "two processes, two games"
+
+
+def test_game_that_fails_is_replaced_in_the_same_step_with_autoreset(world):
+    env = world.make("sc2/3m", num_envs=2, autoreset=True)
+    before = copied(env.reset())
+    world.south("crash")
+    with pytest.warns(RuntimeWarning, match="the game crashed"):
+        after = copied(env.step(one_goes_south(env, match=1)))
+    assert after["invalid"].tolist() == after["truncated"].tolist() == [False, True]
+    assert torch.equal(after["final_obs"][1], before["obs"][1])
+    assert after["alive"].all() and not torch.equal(after["obs"][1], before["obs"][1])
+    *_, truncated, info = env.step(everyone(env, STOP))
+    assert not truncated.any() and not info["invalid"].any() and env.restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("fail_resets", "Failed to create the socket"), ("crash_resets", "the game crashed")]
+)
+def test_game_that_does_not_start_is_tried_again(world, fault, reason):
+    (world.notes / fault).write_text("2")
+    env = world.make("sc2/3m")
+    with pytest.warns(RuntimeWarning, match=reason):
+        _, info = env.reset()
+    assert env.restarts == 2 and info["alive"].all() and not info["invalid"].any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_game_that_never_starts_is_an_error(world):
+    (world.notes / "fail_resets").write_text("99")
+    env = world.make("sc2/3m", num_envs=2)
+    with pytest.raises(RuntimeError, match=r"did not start in 3 attempts: SystemExit: .*random_agents"):
+        env.reset()
+    assert not world.running()
+    with pytest.raises(RuntimeError, match="closed"):
+        env.reset()
+
+
+# ---- nothing is left behind ----
+def test_close_ends_all_processes(world):
+    env = world.make("sc2/3m", num_envs=2)
+    env.reset()
+    assert len(world.running()) == 4
+    env.close()
+    assert not world.running()
+    env.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        env.step(everyone(env, STOP))
+
+
+def test_environment_that_is_forgotten_ends_its_processes(world):
+    env = envs.make("sc2/3m")
+    env.reset()
+    assert len(world.running()) == 2
+    del env
+    gc.collect()
+    assert not world.running()
+
+
+def test_game_whose_process_was_killed_is_not_left_behind(world):
+    env = world.make("sc2/3m")
+    env.reset()
+    process, *_, game = world.read("pids")
+    os.kill(process, getattr(signal, "SIGKILL", signal.SIGTERM))
+    with pytest.raises(RuntimeError, match="no replay of game 0: its process died"):
+        env.save_replay(0)
+    with pytest.warns(RuntimeWarning, match="its process died"):
+        *_, info = env.step(everyone(env, STOP))
+    assert info["invalid"].all() and env.restarts == 1
+    if os.name != "nt":
+        assert not is_running(game)
+
+
+SCRIPT = """
+import sys, torch, envs
+env = envs.make("sc2/3m", num_envs=2, autoreset=True)
+env.reset()
+print("ready", flush=True)
+while True:
+    actions = env.scripted_actions("hold").clone()
+    actions[0, 0] = int(sys.argv[1])
+    env.step(actions)
+"""
+
+
+def start_script(action):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FAKE.parents[1]), str(FAKE)])}
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(action)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment,
+    )  # fmt: skip
+    assert "ready" in script.stdout.readline(), script.communicate()
+    return script
+
+
+def test_exception_leaves_no_process(world):
+    script = start_script(action=99)
+    _, errors = script.communicate(timeout=60)
+    assert script.returncode == 1 and "action 99 is not available" in errors
+    assert not world.running()
+
+
+@posix
+@pytest.mark.parametrize("fault", ["", pytest.param("hang", marks=pytest.mark.slow)])
+def test_interrupt_leaves_no_process(world, fault):
+    world.south(fault)
+    script = start_script(action=SOUTH if fault else STOP)
+    assert len(world.running()) == 4
+    world.wait_for_the_fault(fault)
+    script.send_signal(signal.SIGINT)
+    _, errors = script.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors and not world.running()
+
+
+@posix
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", "hang"])
+def test_killed_script_leaves_no_process(world, fault):
+    world.south(fault)
+    script = start_script(action=SOUTH if fault else STOP)
+    world.wait_for_the_fault(fault)
+    script.kill()
+    script.communicate()
+    assert not world.wait_for_the_end(30)
+
+
+@needs_cuda
+def test_tensors_are_on_the_device(world):
+    gpu, cpu = (world.make("sc2/3m", num_envs=2, device=device, check=True) for device in ("cuda", "cpu"))
+    gpu.reset()
+    cpu.reset()
+    for _ in range(4):
+        actions = gpu.scripted_actions("hold")
+        assert actions.device == gpu.device
+        after, expected = copied(gpu.step(actions)), copied(cpu.step(actions.cpu()))
+        for key, tensor in after.items():
+            assert tensor.device == gpu.device and torch.equal(tensor.cpu(), expected[key]), key
+    assert after["won"].all()
