@@ -14,11 +14,12 @@ import tyro
 
 import envs
 from envs.battle_data import MAPS
+from envs.stag_hunt import IDS
 
 
 @dataclass
 class Args:
-    ids: list[str] = field(default_factory=lambda: list(MAPS))
+    ids: list[str] = field(default_factory=lambda: [*MAPS, *IDS])
     """environments to time"""
     matches: list[int] = field(default_factory=list)
     """batch sizes (default: 1 and 1024 on the CPU; 4096, 16384 and 65536 on CUDA)"""

@@ -173,6 +173,16 @@ class Batch:
             for program in (_program, _scripted)
         )  # fmt: skip
 
+    @property
+    def obs(self):
+        """The observations now, (num_envs, n_agents, obs_dim)."""
+        return self._outputs["obs"]
+
+    @property
+    def info(self):
+        """State, masks and the rest now, as reset and step return them."""
+        return self._info
+
     # ---- playing ----
     def reset(self, seed=None, mask=None):
         """Starts all matches, or those of the mask, anew; with a seed their random streams begin again too."""
