@@ -334,6 +334,8 @@ def step_towards(m, a, wanted, number, rule, game):
 
 @scalar
 def act_one(m, a, policy, rule, game):
+    if not game.alive[m, a]:
+        return STAY
     number = draw(game.match[m, KEY], game.match[m, EPISODE], game.match[m, STEP], a * 4 + FOR_ACTION)
     if policy == RAND:
         count, chosen = 0, STAY
@@ -346,9 +348,7 @@ def act_one(m, a, policy, rule, game):
                     count, place = count + 1, place - 1
         return chosen
     wanted = HUNT_STAG if policy == NS else HUNT_HARE
-    if game.hunter[m, a] == GONE or game.avail[m, a, wanted]:
-        return STAY if game.hunter[m, a] == GONE else wanted
-    return step_towards(m, a, wanted, number, rule, game)
+    return wanted if game.avail[m, a, wanted] else step_towards(m, a, wanted, number, rule, game)
 
 
 class StagHunt(Batch):
