@@ -4,6 +4,7 @@ One match is scalar code on arrays indexed by match m and hunter a. Hunters and 
 row; GONE is no cell. docs/stag_hunt.md has the rules in words.
 """
 
+import math
 import re
 from collections import namedtuple
 
@@ -377,11 +378,11 @@ class StagHunt(Batch):
         height, width, hares, stags, usual_pieces = size_of(name)
         pieces = usual_pieces if pieces is None else pieces
         agents = 4 if n_agents is None else n_agents
+        refuse_what_does_not_fit(name, agents, height, width, stags, hares, pieces, limit, strengths, view_radius)
+        if not (0 < stag_reward < math.inf and 0 < hare_reward < math.inf):
+            raise ValueError(f"rewards are above 0, not {stag_reward} for a stag and {hare_reward} for a hare")
         strengths = [1.0] * agents if strengths is None else list(strengths)
         cells, channels = height * width, agents + 3
-        refuse_what_does_not_fit(name, agents, height, width, stags, hares, pieces, limit, strengths, view_radius)
-        if stag_reward <= 0 or hare_reward <= 0:
-            raise ValueError(f"rewards are above 0, not {stag_reward} for a stag and {hare_reward} for a hare")
         self.height, self.width, self.stags, self.hares = height, width, stags, hares
         self.view_radius, self.team_reward = view_radius, prosocial
         whole, short = torch.int32, torch.int16
@@ -476,7 +477,7 @@ def refuse_what_does_not_fit(name, agents, height, width, stags, hares, pieces, 
             refuse(f"{word} is a whole number from {least} up, not {number!r}")
     if view_radius is not None and (not isinstance(view_radius, int) or view_radius < 0):
         refuse(f"view_radius is a whole number from 0 up, or None for a full view, not {view_radius!r}")
-    if len(strengths) != agents or not all(strength > 0 for strength in strengths):
+    if strengths is not None and (len(strengths) != agents or not all(0 < number < math.inf for number in strengths)):
         refuse(f"strengths are {agents} numbers above 0, one a hunter, not {strengths}")
     if not (1 <= height <= 64 and 1 <= width <= 64):
         refuse(f"a grid has 1 to 64 rows and columns, not {height} x {width}")
