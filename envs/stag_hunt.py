@@ -428,6 +428,8 @@ class StagHunt(Batch):
                 values = torch.as_tensor(values, device=self.device)
                 if values.shape != place.shape:
                     raise ValueError(f"{name} has shape {tuple(place.shape)}, not {tuple(values.shape)}")
+                if name != "obstacles" and not ((values >= GONE) & (values < self.height * self.width)).all():
+                    raise ValueError(f"{name} stand on cells 0 to {self.height * self.width - 1}, or {GONE} for gone")
                 place.copy_(values)
         self._run(LOOK)
         return self._outputs["obs"], self._info
