@@ -211,14 +211,14 @@ def lay_piece(m, start, form, rule, game):
 
 @scalar
 def lay_pieces(m, rule, game):
-    cells = rule.height * rule.width
+    cells, tries = rule.height * rule.width, rule.pieces * TRIES
     for attempt in range(DRAWS):
         for cell in range(cells):
             game.ground[m, cell] = FREE
         laid = 0
-        for number in range(rule.pieces * TRIES):
+        for number in range(attempt * tries, (attempt + 1) * tries):
             if laid < rule.pieces:
-                drawn = draw(game.match[m, KEY], game.match[m, EPISODE], attempt * 4096 + number, FOR_PIECE)
+                drawn = draw(game.match[m, KEY], game.match[m, EPISODE], number, FOR_PIECE)
                 laid += lay_piece(m, drawn % cells, drawn // cells, rule, game)
         if laid == rule.pieces:
             return
