@@ -460,7 +460,7 @@ class StagHunt(Batch):
 
 
 def is_hunt(name):
-    return name in IDS or PATTERN.fullmatch(name) is not None
+    return name in IDS or PATTERN.fullmatch(str(name)) is not None
 
 
 def size_of(name):
