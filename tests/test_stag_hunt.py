@@ -317,6 +317,16 @@ def test_a_match_ends_at_the_limit(stag_taken):
     assert obs[0, 2].any(), "the last observation is real: a truncated match can be bootstrapped on it"
 
 
+def test_a_match_is_won_with_all_its_stags():
+    env = placed("stag_hunt_4x4_0h2s", [(0, 0)] * 2 + [(3, 3)] * 2, [(0, 0), (3, 3)], limit=2)
+    act(env, STAG, STAG, STAY, STAY)
+    act(env, STAY, STAY, STAY, STAY)
+    assert env.snapshot()["truncated"].all() and not env.snapshot()["won"].any()
+    env = placed("stag_hunt_4x4_0h2s", [(0, 0)] * 2 + [(3, 3)] * 2, [(0, 0), (3, 3)], limit=2)
+    act(env, STAG, STAG, STAG, STAG)
+    assert env.snapshot()["terminated"].all() and env.snapshot()["won"].all()
+
+
 def test_leaving_in_the_last_step_is_an_end_of_its_own():
     env = placed("stag_hunt_4x4_1h1s", [(0, 0), (0, 0)], hares=[(0, 0)], limit=1)
     _, _, terminated, truncated, _ = env.step(torch.full((COPIES, 2), HARE))
@@ -389,8 +399,9 @@ def test_everyone_may_start_anywhere():
     hunter, prey = (env.snapshot()[key].numpy() for key in ("hunter", "prey"))
     for cells in (*hunter.T, *prey.T):
         assert_all_alike(np.bincount(cells, minlength=16))
-    together = (hunter[:, :1] == prey).sum()  # hunters may start on prey, with 5 chances in 16
-    assert abs(together / 8000 - 5 / 16) < 0.03
+    for seat in range(4):  # nobody's place tells where another is: hunters may start together, and on prey
+        assert abs((hunter[:, seat, None] == prey).any(1).mean() - 5 / 16) < 0.03
+        assert abs((hunter[:, seat] == hunter[:, seat - 1]).mean() - 1 / 16) < 0.015
 
 
 def test_seeds():
@@ -421,6 +432,8 @@ def test_reset_of_some_leaves_the_others():
     assert (after["state"][mask, -1] == 0).all() and after["alive"][mask].all()
     assert not torch.equal(before["obs"][mask], after["obs"][mask])
     assert not env.snapshot()["reward"][mask].any()
+    assert not after["obs"][mask][..., -4 * 7 :].any(), "nobody has acted yet"
+    assert not env.snapshot()["earned"][mask].any()
 
 
 def test_autoreset_shows_the_last_of_the_old_match_and_the_first_of_the_new():
