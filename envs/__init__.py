@@ -10,6 +10,7 @@ Everything returned is a tensor on the environment's device that the next call o
 import importlib.util
 import inspect
 
+import gymnasium
 import torch
 
 from envs.battle import Battle
@@ -70,3 +71,12 @@ def _device(name, kind):
     if device.type == "cuda" and kind in (Battle, StagHunt) and importlib.util.find_spec("numba_cuda") is None:
         raise ValueError(f'for device {name!r} Numba needs its CUDA part: pip install -e ".[cuda]"')
     return device
+
+
+for _name in list_ids():
+    gymnasium.register(
+        f"omg/{_name}-v0",
+        entry_point="envs.gym:OneLearner",
+        vector_entry_point="envs.gym:OneLearnerVector",
+        kwargs={"env_id": _name},
+    )
