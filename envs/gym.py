@@ -26,7 +26,7 @@ class Matches:
     """What both environments below share: a batch in which one seat of each match is played from outside."""
 
     def __init__(self, env_id, num_envs, others, seat, options):
-        self.batch = batch = envs.make(env_id, num_envs, "cpu", autoreset=False, check=False, **options)
+        self.batch = batch = envs.make(env_id, num_envs, device="cpu", seed=0, autoreset=False, check=False, **options)
         self.team = isinstance(batch, Battle)  # in a battle the dead share in the reward, so they stay to the end
         if others is None:
             others = ("nearest", "weakest", "kite") if self.team else batch.policies

@@ -290,6 +290,12 @@ def test_unknown_seat_says_which_there_are(seat):
         gymnasium.make("omg/3m-v0", seat=seat)
 
 
+@pytest.mark.parametrize("option", ["autoreset", "check", "device", "seed"])
+def test_options_that_it_sets_are_refused(option):
+    with pytest.raises(TypeError, match=option):
+        gymnasium.make("omg/3m-v0", **{option: 1})
+
+
 # ---- Gymnasium, many matches ----
 def three_matches(env_id, **options):
     return gymnasium.make_vec(env_id, num_envs=3, vectorization_mode="vector_entry_point", **options)
