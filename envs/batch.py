@@ -102,6 +102,7 @@ class Batch:
 
     policies = ()
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
+    simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
     passed_on = ()  # options that go to another package as they are
 
     def __init__(self, name, num_envs, device, seed, agents, sizes, autoreset, check, simulation):
@@ -179,9 +180,24 @@ class Batch:
         return self._outputs["obs"]
 
     @property
+    def reward(self):
+        """What the last step earned, (num_envs, n_agents)."""
+        return self._outputs["reward"]
+
+    @property
+    def terminated(self):
+        """Which matches have ended, other than by the time limit, (num_envs,)."""
+        return self._outputs["terminated"]
+
+    @property
     def info(self):
         """State, masks and the rest now, as reset and step return them."""
         return self._info
+
+    @property
+    def steps(self):
+        """How many steps of its match each has played, (num_envs,)."""
+        return self._simulation["match"][:, STEP]
 
     # ---- playing ----
     def reset(self, seed=None, mask=None):

@@ -174,6 +174,7 @@ def _end_all(games):
 class StarCraft2(Batch):
     """Matches of the real game on one map. docs/starcraft2.md describes the options; envs.make builds one."""
 
+    simulated = False
     policies = ("random", "hold")
     passed_on = (
         "step_mul", "move_amount", "difficulty", "game_version",
