@@ -73,7 +73,7 @@ def _device(name, kind):
     return device
 
 
-for _name in (*MAPS, *IDS):
+for _name in [*MAPS, *IDS]:
     gymnasium.register(
         f"omg/{_name}-v0",
         entry_point="envs.gym:OneLearner",

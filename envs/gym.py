@@ -1,4 +1,4 @@
-"""One learner among scripted others, as a Gymnasium environment. `import envs` registers `omg/<id>-v0` for every id.
+"""One learner among scripted others, as a Gymnasium environment. `import envs` registers `omg/<id>-v0`.
 
     env = gymnasium.make("omg/3m-v0", others=("nearest", "weakest"), seat="random")
     many = gymnasium.make_vec("omg/3m-v0", num_envs=64, others=("nearest", "weakest"), seat="random")
@@ -19,7 +19,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 import envs
-from envs.battle import Battle
+
+ROSTER = ("nearest", "weakest", "kite")  # where there are policies of these names, and no others are asked for
 
 
 class Matches:
@@ -27,9 +28,8 @@ class Matches:
 
     def __init__(self, env_id, num_envs, others, seat, options):
         self.batch = batch = envs.make(env_id, num_envs, device="cpu", seed=0, autoreset=False, check=False, **options)
-        self.team = isinstance(batch, Battle)  # in a battle the dead share in the reward, so they stay to the end
         if others is None:
-            others = ("nearest", "weakest", "kite") if self.team else batch.policies
+            others = ROSTER if set(ROSTER) <= set(batch.policies) else batch.policies
         if isinstance(others, str) or not others or not set(others) <= set(batch.policies):
             raise ValueError(f"others is a tuple of some of {', '.join(batch.policies)}, not {others!r}")
         if seat != "random" and seat not in range(batch.n_agents):
@@ -61,7 +61,7 @@ class Matches:
         played = self.batch.scripted_actions(self.policy)
         played[self.rows, self.seat] = torch.as_tensor(actions, dtype=torch.int64)
         obs, reward, terminated, truncated, info = self.batch.step(played)
-        if not self.team:
+        if not self.batch.team_reward:  # those who share in the team's reward stay to the end, dead or not
             terminated = terminated | ~self._own(info["alive"])
         truncated = truncated & ~terminated
         reward = self._own(reward).double()  # as Gymnasium's own vector environments have it
