@@ -268,6 +268,12 @@ class Batch:
         self._started = True
         return self._outputs["obs"], self._info
 
+    def __reduce__(self):  # what copy, deepcopy and pickle ask for
+        raise TypeError(
+            f"{self.name}: a batch cannot be copied or pickled, since its programs write to the tensors they were made "
+            "with; snapshot() copies the matches, and restore() puts them into a batch made with the same arguments"
+        )
+
     def render(self, index=0, size=480, sight=None, goals=None):
         """A picture of match `index`: RGB bytes (height, width, 3), `size` pixels wide and at most as high.
 

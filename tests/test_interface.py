@@ -1,7 +1,9 @@
 """The interface every environment has: what make, reset, step and the rest take, return and refuse."""
 
+import copy
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -477,6 +479,13 @@ def test_snapshot_of_another_shape_is_refused():
     other.reset()
     with pytest.raises(ValueError, match="snapshot"):
         env.restore(other.snapshot())
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("name", ["3m", "stag_hunt_4x4"])
+def test_a_batch_is_not_copied_but_by_snapshots(name, duplicate):
+    with pytest.raises(TypeError, match=r"snapshot\(\).*restore\(\)"):
+        duplicate(envs.make(name))
 
 
 def test_set_units_sets_what_it_is_given_and_nothing_else():
