@@ -19,13 +19,16 @@ from envs.stag_hunt import IDS, StagHunt, is_hunt
 
 __all__ = ["list_ids", "make"]
 
-
+KINDS = {  # the class of each id; the real game's is imported when it is asked for
+    **dict.fromkeys(MAPS, Battle),
+    **dict.fromkeys(IDS, StagHunt),
+}
 PATTERN = "stag_hunt_{height}x{width}_{hares}h{stags}s"
 
 
 def list_ids():
     """The ids that `make` takes; it also takes the pattern of the stag hunts."""
-    return [*MAPS, *IDS, *(f"sc2/{name}" for name in MAPS)]
+    return [*KINDS, *(f"sc2/{name}" for name in MAPS)]
 
 
 def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, **options):
@@ -47,8 +50,8 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, **options):
 
 def _kind(env_id):
     """The class of an id."""
-    if env_id in MAPS:
-        return Battle
+    if env_id in KINDS:
+        return KINDS[env_id]
     if isinstance(env_id, str) and is_hunt(env_id):
         return StagHunt
     if env_id in list_ids():
@@ -68,12 +71,12 @@ def _device(name, kind):
         device = torch.device("cuda", torch.cuda.current_device())
     if device is None or (device.type != "cpu" and str(device) not in available):
         raise ValueError(f"there is no device {name!r} here: one of {', '.join(available)}")
-    if device.type == "cuda" and kind in (Battle, StagHunt) and importlib.util.find_spec("numba_cuda") is None:
+    if device.type == "cuda" and kind in KINDS.values() and importlib.util.find_spec("numba_cuda") is None:
         raise ValueError(f'for device {name!r} Numba needs its CUDA part: pip install -e ".[cuda]"')
     return device
 
 
-for _name in [*MAPS, *IDS]:
+for _name in KINDS:
     gymnasium.register(
         f"omg/{_name}-v0",
         entry_point="envs.gym:OneLearner",

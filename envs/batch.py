@@ -7,6 +7,8 @@ has `play` make the programs of four functions of one match: `reset_one`, `step_
 """
 
 import functools
+import hashlib
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -21,7 +23,8 @@ PLAY, RESTART, LOOK = range(3)  # what a batch can be told to do
 OUTPUTS = ("obs", "state", "avail", "alive", "reward", "terminated", "truncated", "won")
 FINAL = ("final_obs", "final_state", "final_avail")
 HANDS = ("actions", "mask", "policy", "scripted")  # what comes in, and what the scripted policies say
-TENSORS = ("match", *OUTPUTS, *FINAL, *HANDS)  # what every batch has
+TENSORS = ("match", *OUTPUTS, *FINAL, *HANDS)  # what the game of every batch has
+RULE = ("agents", "limit", "autoreset", "idle")  # numbers that `play` goes by; idle: the action of a match that is over
 
 
 # ---- a program made of functions of one match, for CPU and CUDA: templates, whose last names are bound by `play` ----
@@ -97,6 +100,18 @@ def _scripted(op, m, lane, lanes, rule, game):
         game.scripted[m, a] = act_one(m, a, game.policy[m, a], rule, game)
 
 
+@functools.cache
+def _programs(*functions):
+    """What `play` runs: programs made of functions of one match."""
+    source = Path(functions[0].__code__.co_filename).read_bytes()
+    edition = hashlib.sha256(source).hexdigest()[:8]  # by itself Numba's cache would not see edits of that file
+    where = f"{functions[0].__module__.replace('.', '_')}_{edition}"
+    names = {function.__name__: function for function in functions}
+    return [
+        scalar(vector.rebind(program, f"{where}{program.__name__}", **names)) for program in (_program, _scripted)
+    ]
+
+
 class Batch:
     """`num_envs` matches at a time. What its methods return is overwritten by the next call: clone what you keep."""
 
@@ -160,19 +175,19 @@ class Batch:
         hands = {"actions": self.actions, "mask": self._mask, "policy": self._policy, "scripted": self._scripted}
         return {**self._simulation, **self._outputs, **hands}
 
-    def play(self, game_type, rule, functions, tensors, lanes=16):
-        """Plays by `functions`: reset_one, step_one, observe_one, act_one. `tensors` adds to the simulation's."""
-        everything = {**self._tensors(), **tensors}
+    def play(self, functions, game_type, rule_type, idle, tensors=None, lanes=16, **numbers):
+        """Plays by `functions`: reset_one, step_one, observe_one, act_one.
+
+        `game_type`, a named tuple, has the arrays that they work on: TENSORS, those of the simulation and `tensors`.
+        `rule_type` has the numbers that they go by: RULE and `numbers`.
+        """
+        everything = {**self._tensors(), **(tensors or {})}
         game = game_type(**{name: vector.view(everything[name]) for name in game_type._fields})
-        names = {function.__name__: function for function in functions}
-        where = functions[0].__module__.replace(".", "_")
+        common = (self.n_agents, self.episode_limit, int(self.autoreset), idle)
+        rule = rule_type(**dict(zip(RULE, common)), **numbers)
         self._run, self._act = (
-            vector.Runner(
-                scalar(vector.rebind(program, f"{where}{program.__name__}", **names)),
-                rule, game, self.device, lanes,
-            )
-            for program in (_program, _scripted)
-        )  # fmt: skip
+            vector.Runner(program, rule, game, self.device, lanes) for program in _programs(*functions)
+        )
 
     @property
     def obs(self):

@@ -11,7 +11,7 @@ from collections import namedtuple
 import numpy as np
 import torch
 
-from envs.batch import EPISODE, KEY, LOOK, RUNNING, STAGE, STEP, TENSORS, Batch
+from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
 from envs.vector import draw, scalar
 
 UP, DOWN, LEFT, RIGHT, STAY, HUNT_STAG, HUNT_HARE = range(7)
@@ -26,10 +26,10 @@ IDS = {"stag_hunt": (8, 8, 4, 1, 5), "stag_hunt_4x4": (4, 4, 4, 1, 0)}  # height
 PATTERN = re.compile(r"stag_hunt_(\d+)x(\d+)_(\d+)h(\d+)s")
 
 Rule = namedtuple(
-    "Rule", "agents stags prey height width pieces limit idle autoreset prosocial radius stag_worth hare_worth"
+    "Rule", (*RULE, "stags", "prey", "height", "width", "pieces", "prosocial", "radius", "stag_worth", "hare_worth")
 )
 Hunt = namedtuple(
-    "Hunt", ("hunter", "target", "prey", "ground", "last", "earned", "strength", "away", "queue", *TENSORS)
+    "Hunt", (*TENSORS, "hunter", "target", "prey", "ground", "last", "earned", "strength", "away", "queue")
 )
 # hunter, prey: their cells; target: a hunter's after this step; last: actions; away, queue: room to search in
 
@@ -394,12 +394,6 @@ class StagHunt(Batch):
              "ground": (torch.int8, (num_envs, cells)), "last": (whole, (num_envs, agents)),
              "earned": (torch.float32, (num_envs, agents))},
         )  # fmt: skip
-        rule = Rule(
-            agents=agents, stags=stags, prey=stags + hares, height=height, width=width, pieces=pieces, limit=limit,
-            idle=STAY, autoreset=int(autoreset), prosocial=int(prosocial),
-            radius=-1 if view_radius is None else view_radius,
-            stag_worth=np.float32(stag_reward), hare_worth=np.float32(hare_reward),
-        )  # fmt: skip
         room = {
             "target": torch.zeros((num_envs, agents), dtype=whole),
             "away": torch.zeros((num_envs, agents, cells), dtype=short),
@@ -407,7 +401,12 @@ class StagHunt(Batch):
             "strength": torch.tensor(strengths, dtype=torch.float32),
         }
         self._room = {key: tensor.to(self.device) for key, tensor in room.items()}
-        self.play(Hunt, rule, (reset_one, step_one, observe_one, act_one), self._room)
+        self.play(
+            (reset_one, step_one, observe_one, act_one), Hunt, Rule, STAY, self._room,
+            stags=stags, prey=stags + hares, height=height, width=width, pieces=pieces, prosocial=int(prosocial),
+            radius=-1 if view_radius is None else view_radius,
+            stag_worth=np.float32(stag_reward), hare_worth=np.float32(hare_reward),
+        )  # fmt: skip
 
     def set_grid(self, hunters=None, stags=None, hares=None, obstacles=None):
         """Puts things by hand: cells (num_envs, how many), -1 for gone; obstacles (num_envs, height, width).
