@@ -29,6 +29,7 @@ from envs.battle_data import MAPS, TERRAINS
 from envs.battle_setup import build_units, resize
 
 NO_OP, STOP, ATTACK = 0, 1, 6
+SIGHT = 9.0
 ATTEMPTS = 3  # to start a game before giving up
 X, Y, RADIUS, HEALTH, MAX_HEALTH = range(5)  # of the columns starcraft2_worker.UNIT
 DIFFICULTIES = tuple("123456789A")
@@ -250,7 +251,7 @@ class StarCraft2(Batch):
         except GameLost as loss:
             raise RuntimeError(f"{self.name}: no replay of game {index}: {loss}") from None
 
-    def scene(self, index):
+    def scene(self, index=0):
         """What match `index` looks like now, to be drawn."""
         out, match = self._outputs, self._simulation["match"][index].tolist()
         status = "running"
@@ -262,7 +263,7 @@ class StarCraft2(Batch):
         ]
         return {
             "game": "battle", "title": self.name, "step": match[STEP], "limit": self.episode_limit,
-            "width": self._map_size[0], "height": self._map_size[1],
+            "width": self._map_size[0], "height": self._map_size[1], "sight": SIGHT,
             "ground": [], "units": units, "shots": [], "status": status,
         }  # fmt: skip
 
