@@ -45,7 +45,10 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, **options):
     for name in options:
         if name not in allowed:
             raise ValueError(f"{env_id} has no option {name!r}: one of {', '.join(allowed)}")
-    return kind(env_id, num_envs, _device(device, kind), seed, n_agents, **options)
+    batch = kind(env_id, num_envs, _device(device, kind), seed, n_agents, **options)
+    if n_agents not in (None, batch.n_agents):
+        raise ValueError(f"{env_id} is played by {batch.n_agents} agents, not {n_agents!r}")
+    return batch
 
 
 def _kind(env_id):

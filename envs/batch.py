@@ -107,9 +107,7 @@ def _programs(*functions):
     edition = hashlib.sha256(source).hexdigest()[:8]  # by itself Numba's cache would not see edits of that file
     where = f"{functions[0].__module__.replace('.', '_')}_{edition}"
     names = {function.__name__: function for function in functions}
-    return [
-        scalar(vector.rebind(program, f"{where}{program.__name__}", **names)) for program in (_program, _scripted)
-    ]
+    return [scalar(vector.rebind(program, f"{where}{program.__name__}", **names)) for program in (_program, _scripted)]
 
 
 class Batch:

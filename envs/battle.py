@@ -947,7 +947,7 @@ def _shots(real, whole, stat, step):
 
 
 class Battle(Batch):
-    """Matches on one map. docs/battles.md describes the interface and the options; envs.make builds one."""
+    """Matches on one map. docs/battles.md describes the rules and the options; envs.make builds one."""
 
     policies = POLICIES
 
