@@ -115,6 +115,7 @@ class Batch:
 
     policies = ()
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
+    ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
     simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
     passed_on = ()  # options that go to another package as they are
 

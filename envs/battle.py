@@ -950,6 +950,7 @@ class Battle(Batch):
     """Matches on one map. docs/battles.md describes the rules and the options; envs.make builds one."""
 
     policies = POLICIES
+    hit_distance = 1.0  # how near a predicted place must be to count as right
 
     def __init__(
         self,
@@ -1030,6 +1031,7 @@ class Battle(Batch):
             enemies_at=enemies_at, enemy_width=enemy_width, friends_at=friends_at,
             friend_width=friend_width, self_at=self_at, obs_dim=obs_dim, state_dim=state_dim, state_units=state_units,
         )  # fmt: skip
+        self._rule = rule
         constant = {
             "stat": stat,
             "line": np.zeros((1, 1), np.float32),  # CUDA has a line in shared memory for each match
@@ -1080,6 +1082,17 @@ class Battle(Batch):
         real = self._simulation["real"]
         named = {"x": X, "y": Y, "health": HEALTH, "shield": SHIELD, "cooldown": COOLDOWN, "energy": ENERGY}
         return {key: real[field] for key, field in named.items()}
+
+    def places(self, obs):
+        """(x and y of every other unit from the agent (..., others, 2), whether it is seen), read off observations.
+
+        Enemies first, then allies in order without the agent itself.
+        """
+        rule = self._rule
+        enemies = obs[..., rule.enemies_at : rule.friends_at].unflatten(-1, (-1, rule.enemy_width))
+        friends = obs[..., rule.friends_at : rule.self_at].unflatten(-1, (-1, rule.friend_width))
+        both = torch.cat((enemies[..., 1:5], friends[..., 1:5]), -2)  # distance, x, y, health
+        return both[..., 1:3] * float(SIGHT), both[..., 3] > 0
 
     def scene(self, index=0):
         """One match as it stands, in plain words and numbers, to be drawn."""

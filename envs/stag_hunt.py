@@ -356,6 +356,8 @@ class StagHunt(Batch):
     """Hunts on one size of grid. docs/stag_hunt.md describes the rules and the options; envs.make builds one."""
 
     policies = POLICIES
+    ego_first = True
+    hit_distance = 0.5  # cells: a predicted place is right if it is the very one
 
     def __init__(
         self,
@@ -432,6 +434,13 @@ class StagHunt(Batch):
                 place.copy_(values)
         self._run(LOOK)
         return self._outputs["obs"], self._info
+
+    def places(self, obs):
+        """(row and column of every other hunter (..., others, 2), whether it is there), read off observations."""
+        grid = obs[..., : self.height * self.width * (self.n_agents + 3)].unflatten(-1, (-1, self.n_agents + 3))
+        others = grid[..., 1 : self.n_agents].transpose(-1, -2)  # (..., others, cells)
+        highest, cell = others.max(-1)
+        return torch.stack((cell // self.width, cell % self.width), -1).to(obs.dtype), highest > 0.5
 
     def scene(self, index=0):
         """What a picture of one match shows, as plain numbers and words."""

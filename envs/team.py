@@ -26,13 +26,25 @@ def sizes_of(env):
 
 
 class Team:
-    """`own` (num_envs, seats) are the learner's seats, `who` (num_envs, n_agents) the others' policies (-1: the learner).
+    """`own` (num_envs, seats) are the learner's seats, `who` (num_envs, n_agents) the others' policies (learner: -1).
 
     The text names the seats in order, `self` gives them all to the learner, and None means one learner among scripted
-    others. The order is turned from match to match, so that every seat is learned.
+    others. The order is turned from match to match, so that every seat is learned. With an understudy the others'
+    policies play the learner's seats as well.
     """
 
-    def __init__(self, env, text=None, learners=("learner",), pool=(), seat="rotate", mix=False, epsilon=0.0, seed=0):
+    def __init__(
+        self,
+        env,
+        text=None,
+        learners=("learner",),
+        pool=(),
+        seat="rotate",
+        mix=False,
+        epsilon=0.0,
+        seed=0,
+        understudy=False,
+    ):
         self.env, self.mix, self.epsilon, self.seed, self.rounds = env, mix, epsilon, seed, 0
         self.runs = _read_runs(pool, env)
         scripted = [name for name in env.policies if name in BATTLE_ROSTER] or list(env.policies)
@@ -49,9 +61,13 @@ class Team:
         seats = [p for p, (count, _) in enumerate(self.parts) for _ in range(count)]
         if len(seats) != env.n_agents:
             raise ValueError(f"team {text!r} has {len(seats)} seats, but {env.name} has {env.n_agents}")
-        own = [place for place, p in enumerate(seats) if self.parts[p][1] is None]
+        self._open = [p for p, (_, numbers) in enumerate(self.parts) if numbers is None]
+        own = [place for place, p in enumerate(seats) if p in self._open]
         if not own:
             raise ValueError(f"team {text!r} leaves no seat for the learner: name one of them {' or '.join(learners)}")
+        everybody = sorted({number for _, numbers in self.parts for number in numbers or ()})
+        if understudy and everybody:
+            self.parts = [(count, everybody if numbers is None else numbers) for count, numbers in self.parts]
         self.arrangement, self.seat = np.array(seats), _seat(seat, env.n_agents)
         if isinstance(self.seat, int):
             self.seat = (self.seat - own[0]) % env.n_agents  # how far the arrangement is turned
@@ -60,7 +76,7 @@ class Team:
             return torch.zeros((env.num_envs, env.n_agents), dtype=kind, device=env.device)
 
         self.who, self._policy, self._scripted = blank(torch.long), blank(torch.long), blank(torch.bool)
-        self.own = blank(torch.long)[:, : len(own)].clone()
+        self.own, self._mine = blank(torch.long)[:, : len(own)].clone(), blank(torch.bool)
         used = {number for _, numbers in self.parts for number in numbers or ()}
         self._has_scripts = any(number < len(env.policies) for number in used)
         first = len(env.policies)
@@ -93,8 +109,9 @@ class Team:
                 drawn = rng.permutation(env.num_envs * (count if self.mix else 1)) % len(numbers)
                 who[part == p] = np.array(numbers)[drawn if self.mix else drawn.repeat(count)]
         self.rounds += 1
-        self.own.copy_(torch.from_numpy(np.nonzero(who < 0)[1].reshape(self.own.shape)))
+        self.own.copy_(torch.from_numpy(np.nonzero(np.isin(part, self._open))[1].reshape(self.own.shape)))
         self.who.copy_(torch.from_numpy(who))
+        self._mine.copy_(self.who < 0)
         self._scripted.copy_(torch.from_numpy((who >= 0) & (who < len(env.policies))))
         self._policy.copy_(torch.from_numpy(np.where((who >= 0) & (who < len(env.policies)), who, 0)))
         self.networks.deal(who - len(env.policies))
@@ -120,12 +137,12 @@ class Team:
 
         `last_action` is what everybody did before; -1 starts the memory of a network anew.
         """
-        if self.own.shape[1] == self.env.n_agents:
+        if not self._has_scripts and not self.networks.count:
             return own_action
         others = self.env.scripted_actions(self._policy) if self._has_scripts else self._policy
         if self.networks.count:
             others = torch.where(self._scripted, others, self.networks.act(last_action, self.epsilon))
-        return others.scatter(1, self.own, own_action)
+        return torch.where(self._mine, others.scatter(1, self.own, own_action), others)
 
 
 class Networks:
