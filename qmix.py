@@ -428,19 +428,22 @@ class Learner:
     def loss(self, batch):
         """(the loss, the mean value of the actions taken) of episodes, time first."""
         action, reward, avail, alive = batch["action"][:-1], batch["reward"][:-1], batch["avail"], batch["alive"]
+        time_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
+        obs = torch.where(time_left[..., None, None] >= 0, batch["obs"], 0.0)  # the buffer has anything behind an end
+        state = torch.where(time_left[..., None] >= 0, batch["state"], 0.0)
         before = torch.cat((torch.full_like(action[:1], -1), action))
         start = self.online["agents"].start(action.shape[1])
-        q, _ = self.online["agents"](batch["obs"], before, start)  # (steps + 1, matches, seats, actions)
+        q, _ = self.online["agents"](obs, before, start)  # (steps + 1, matches, seats, actions)
         chosen = q[:-1].gather(-1, action.unsqueeze(-1)).squeeze(-1)  # (steps, matches, seats)
-        time_left = batch["lengths"] - torch.arange(len(action), device=action.device).unsqueeze(1)  # (steps, matches)
         with torch.no_grad():
-            target_q, _ = self.target["agents"](batch["obs"], before, start)
+            target_q, _ = self.target["agents"](obs, before, start)
             following = target_q.gather(-1, best_action(q, avail).unsqueeze(-1)).squeeze(-1)[1:]
-            ended, mask, last = batch["terminated"][:-1], time_left > 0, time_left == 1
+            ended, mask, last = batch["terminated"][:-1], time_left[:-1] > 0, time_left[:-1] == 1
             reward = reward[..., 0] if self.env.team_reward else reward.sum(-1)  # (steps, matches)
-            following = self.mix(self.target["mixer"], following, alive[1:], batch["state"][1:])
+            following = self.mix(self.target["mixer"], following, alive[1:], state[1:])
+            reward = torch.where(mask, reward, 0.0)
             target = lambda_returns(reward, following, ended, last, self.args.gamma, self.args.td_lambda)
-        chosen = self.mix(self.online["mixer"], chosen, alive[:-1], batch["state"][:-1])
+        chosen = self.mix(self.online["mixer"], chosen, alive[:-1], state[:-1])
         error = torch.where(mask, chosen - target, 0.0)
         return error.square().sum() / mask.sum(), torch.where(mask, chosen, 0.0).sum() / mask.sum()
 
