@@ -394,11 +394,11 @@ class Learner:
             network.load_state_dict(self.online[name].state_dict())
         self.parameters = [p for network in self.online.values() for p in network.parameters()]
         self.target_parameters = [p for network in self.target.values() for p in network.parameters()]
-        # fused, so that an update with a gradient that is not finite can be skipped without asking the device
+        # fused, so that an update that is not finite can be skipped without asking the device
         self.optimizer = torch.optim.Adam(
             self.parameters, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda
         )
-        names = ("td_loss", "q_values", "grad_norm", "bad_loss", "bad_gradient")
+        names = ("td_loss", "q_values", "grad_norm", "bad", "bad_loss")
         self.sums = {name: torch.zeros((), device=env.device) for name in names}
 
     def learn(self, buffer):
@@ -452,20 +452,20 @@ class Learner:
         self.optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
-        bad = (~torch.isfinite(norm)).float()
+        bad = (~(torch.isfinite(loss) & torch.isfinite(norm))).float()
         self.optimizer.found_inf = bad
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
             for name, number in (("td_loss", loss), ("q_values", value), ("grad_norm", norm)):
                 self.sums[name] += torch.where(bad > 0, 0.0, number)
+            self.sums["bad"] += bad
             self.sums["bad_loss"] += ~torch.isfinite(loss)
-            self.sums["bad_gradient"] += bad
 
     def report(self):
         """The sums since the last report; stops the run if an update was not finite."""
         sums = dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist()))
-        if sums["bad_gradient"]:
+        if sums["bad"]:
             raise FloatingPointError(f"{'the loss' if sums['bad_loss'] else 'a gradient'} was not finite")
         for total in self.sums.values():
             total.zero_()
