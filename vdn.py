@@ -496,15 +496,17 @@ def film(args, agents, device, path):
 
 # ---- checkpoints: tensors and plain types only ----
 def write_file(content, path):
-    """In one piece or not at all; a disk that is full is a warning."""
+    """In one piece or not at all, and whether it was; a disk that is full is a warning."""
     part = path.with_suffix(".part")
     try:
         torch.save(content, part)
         os.replace(part, path)
+        return True
     except (OSError, RuntimeError) as error:
         print(f"warning: {path} was not written ({error}); the run goes on", file=sys.stderr)
         with contextlib.suppress(OSError):
             part.unlink()
+        return False
 
 
 def read_file(path):
@@ -539,12 +541,13 @@ def save(run, args, learner, buffer, rollouts, progress):
         "args": asdict(args),
     }
     state = {"optimizer": learner.optimizer.state_dict(), "updates": learner.updates, "progress": progress}
-    write_file({**about, **networks, **state}, run / "checkpoint.pt")
+    written = write_file({**about, **networks, **state}, run / "checkpoint.pt")
     if progress["complete"]:
-        (run / "resume.pt").unlink(missing_ok=True)
+        if written:
+            (run / "resume.pt").unlink(missing_ok=True)
         return
     exact = {
-        "updates": learner.updates,
+        "steps": progress["steps"],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if args.cuda else None,
         "sampling": buffer.generator.get_state(),
@@ -566,7 +569,7 @@ def restore(run, args, learner, buffer, rollouts):
     learner.optimizer.load_state_dict(saved["optimizer"])
     learner.updates = saved["updates"]
     exact = read_file(path) if path.exists() else {}
-    if exact.get("updates") != saved["updates"]:
+    if exact.get("steps") != saved["progress"]["steps"]:
         print(f"{path} is not there or from another time: going on with new matches and an empty buffer.")
         return saved["progress"]
     torch.set_rng_state(exact["torch"])
