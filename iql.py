@@ -438,10 +438,12 @@ def make_agents(args, env):
 
 
 def free_memory():
-    """Bytes of the CPU's memory that are free, where the system says so."""
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return float("inf")
+    """Bytes of the CPU's memory that can be had, where the system says so."""
+    facts = Path("/proc/meminfo")  # memory that is free alone would leave out what files fill until it is needed
+    if not facts.exists():
+        return float("inf")
+    kibibytes = dict(line.split(":") for line in facts.read_text().splitlines())["MemAvailable"].split()[0]
+    return int(kibibytes) * 1024
 
 
 # ---- evaluation ----
