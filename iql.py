@@ -677,8 +677,9 @@ if __name__ == "__main__":
             progress["seconds"] = time.time() - started
             bar.update(steps)
             if time.time() - logged["at"] >= args.log_interval and valid.any():
-                updates = max(learner.updates - logged["updates"], 1)
-                log("losses", {name: total / updates for name, total in learner.report().items()})
+                updates, losses = learner.updates - logged["updates"], learner.report()
+                if updates:
+                    log("losses", {name: total / updates for name, total in losses.items()})
                 charts = {
                     "episodic_return": returns[valid].mean().item(),
                     "episodic_length": lengths[valid].float().mean().item(),
