@@ -115,11 +115,14 @@ def check(args):
     """Refuses values that make no sense, with what is allowed, and fills in those that depend on the device."""
     positive = "num_envs total_timesteps eval_interval eval_episodes final_eval_episodes buffer_size batch_size"
     for name in (*positive.split(), "updates_per_round", "hidden_dim", "learning_rate", "max_grad_norm", "time_limit"):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise SystemExit(f"--{name.replace('_', '-')} is above 0, not {getattr(args, name)}")
     for name in ("gamma", "td_lambda", "tau", "start_e", "end_e", "exploration_fraction"):
         if not 0 <= getattr(args, name) <= 1:
             raise SystemExit(f"--{name.replace('_', '-')} is from 0 to 1, not {getattr(args, name)}")
+    for name in ("checkpoint_interval", "log_interval"):
+        if not getattr(args, name) >= 0:
+            raise SystemExit(f"--{name.replace('_', '-')} is from 0 up, not {getattr(args, name)}")
     if args.buffer_device not in ("same", "cpu"):
         raise SystemExit(f"--buffer-device is same or cpu, not {args.buffer_device}")
     if args.cuda and not torch.cuda.is_available():

@@ -128,11 +128,14 @@ def check(args):
         "max_grad_norm",
         "time_limit",
     ):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise SystemExit(f"--{name.replace('_', '-')} is above 0, not {getattr(args, name)}")
     for name in ("gamma", "td_lambda", "tau", "start_e", "end_e", "exploration_fraction"):
         if not 0 <= getattr(args, name) <= 1:
             raise SystemExit(f"--{name.replace('_', '-')} is from 0 to 1, not {getattr(args, name)}")
+    for name in ("checkpoint_interval", "log_interval"):
+        if not getattr(args, name) >= 0:
+            raise SystemExit(f"--{name.replace('_', '-')} is from 0 up, not {getattr(args, name)}")
     if args.buffer_device not in ("same", "cpu"):
         raise SystemExit(f"--buffer-device is same or cpu, not {args.buffer_device}")
     if args.cuda and not torch.cuda.is_available():
