@@ -561,7 +561,9 @@ def save(run, args, learner, buffer, rollouts, progress):
     if args.save_buffer:
         filled = int((buffer.lengths > 0).sum())
         exact |= {"lengths": buffer.lengths, "cursor": buffer.cursor}
-        exact["episodes"] = {name: data[:, :filled].clone() for name, data in buffer.data.items()}
+        exact["episodes"] = buffer.data
+        if filled < len(buffer.lengths):  # a full one is not copied: it may be most of the memory
+            exact["episodes"] = {name: data[:, :filled].clone() for name, data in buffer.data.items()}
     write_file(exact, run / "resume.pt")
 
 
