@@ -53,6 +53,16 @@ class Args:
     """the environment: see envs.list_ids()"""
     n_agents: int | None = None
     """number of agents, where the environment leaves it open"""
+    team: str = "self"
+    """who sits where: self (every seat learns), or names with numbers, such as 7qmix1learner or 3NH1learner"""
+    pool: tuple[str, ...] = ()
+    """run folders of iql.py, vdn.py or qmix.py (patterns will do) that the team's names are found in"""
+    seat: str = "rotate"
+    """the learner's seat among others: rotate, random or a number"""
+    mix_teammates: bool = False
+    """whether every other seat draws its own policy, or one is drawn for all of a match"""
+    teammate_epsilon: float = 0.0
+    """the others' chance of a random action (networks only)"""
     num_envs: int | None = None
     """matches played at a time (default: 1024 on the GPU, 64 on the CPU, 8 of the real game)"""
     total_timesteps: int | None = None
@@ -111,6 +121,7 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import envs  # noqa: E402
+from envs.team import Team, sizes_of  # noqa: E402
 
 CHUNK = 8  # steps between two looks at whether all matches are over; lengths of updates are multiples of it
 
@@ -130,7 +141,7 @@ def check(args):
     ):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise SystemExit(f"--{name.replace('_', '-')} is above 0, not {getattr(args, name)}")
-    for name in ("gamma", "td_lambda", "tau", "start_e", "end_e", "exploration_fraction"):
+    for name in ("gamma", "td_lambda", "tau", "teammate_epsilon", "start_e", "end_e", "exploration_fraction"):
         if not 0 <= getattr(args, name) <= 1:
             raise SystemExit(f"--{name.replace('_', '-')} is from 0 to 1, not {getattr(args, name)}")
     for name in ("checkpoint_interval", "log_interval"):
@@ -138,6 +149,8 @@ def check(args):
             raise SystemExit(f"--{name.replace('_', '-')} is from 0 up, not {getattr(args, name)}")
     if args.buffer_device not in ("same", "cpu"):
         raise SystemExit(f"--buffer-device is same or cpu, not {args.buffer_device}")
+    if args.team != "self" and not args.share_parameters:
+        raise SystemExit("--no-share-parameters is for --team self: a learner whose seat changes has one network")
     if args.cuda and not torch.cuda.is_available():
         print("There is no GPU that torch can use: going on with the CPU.")
         args.cuda = False
@@ -157,6 +170,14 @@ def make_env(args, num_envs, device, seed):
         return envs.make(args.env_id, num_envs=num_envs, device=device, seed=seed, n_agents=args.n_agents, check=False)
     except ValueError as error:
         raise SystemExit(f"--env-id {args.env_id}: {error}") from None
+
+
+def make_team(args, env, seed):
+    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
+    try:
+        return Team(env, args.team, ("learner",), *others, seed)
+    except ValueError as error:
+        raise SystemExit(f"--team {args.team}: {error}") from None
 
 
 # ALGO LOGIC: networks
@@ -219,13 +240,17 @@ class Agents(nn.Module):
         self.register_buffer("seat", torch.eye(self.seats), persistent=False)
         self.register_buffer("action", torch.arange(env.n_actions), persistent=False)
 
-    def start(self, matches):
-        return torch.zeros(matches, self.seats, self.hidden, device=self.seat.device)
+    def start(self, matches, seats=None):
+        return torch.zeros(matches, seats or self.seats, self.hidden, device=self.seat.device)
 
-    def forward(self, obs, last_action, h):
-        """(time, matches, seats, obs), (time, matches, seats) with -1 for none, (matches, seats, hidden) -> Q, h"""
+    def forward(self, obs, last_action, h, seat=None):
+        """(time, matches, seats, obs), (time, matches, seats) with -1 for none, (matches, seats, hidden) -> Q, h
+
+        `seat` (matches, seats) tells which seats these are; without it, all of them.
+        """
         last = (last_action.unsqueeze(-1) == self.action).to(obs.dtype)
-        x = torch.cat((obs, last, self.seat.expand(*obs.shape[:2], -1, -1)), -1)
+        place = self.seat if seat is None else self.seat[seat]
+        x = torch.cat((obs, last, place.expand(*obs.shape[:2], -1, -1)), -1)
         x = F.relu(self.into(x))  # (time, matches, seats, hidden)
         x, h = self.gru(x, h)
         return self.out(x), h  # (time, matches, seats, actions)
@@ -234,14 +259,14 @@ class Agents(nn.Module):
 class Mixer(nn.Module):
     """The team's value from the seats': two layers whose weights the state makes, and none of them negative."""
 
-    def __init__(self, env, mixing, hypernet):
+    def __init__(self, env, seats, mixing, hypernet):
         super().__init__()
 
         def network(outputs):
             return nn.Sequential(nn.Linear(env.state_dim, hypernet), nn.ReLU(), nn.Linear(hypernet, outputs))
 
-        self.seats, self.mixing = env.n_agents, mixing
-        self.first, self.first_bias = network(env.n_agents * mixing), nn.Linear(env.state_dim, mixing)
+        self.seats, self.mixing = seats, mixing
+        self.first, self.first_bias = network(seats * mixing), nn.Linear(env.state_dim, mixing)
         self.second, self.second_bias = network(mixing), network(1)
 
     def forward(self, q, state):  # (steps, matches, seats), (steps, matches, state) -> (steps, matches)
@@ -298,16 +323,23 @@ class Graphed:
 class Rollout:
     """Plays whole episodes of all matches in lock step; `story` keeps what is to be learned from, time first."""
 
-    def __init__(self, env, agents, kept):
-        self.env, self.agents, device = env, agents, env.device
-        rows = -(-env.episode_limit // CHUNK) * CHUNK + 1
-        fields = {"action": env.actions, "reward": env.reward, "terminated": env.terminated, "obs": env.obs, **env.info}
+    def __init__(self, env, agents, kept, team=None):
+        self.env, self.agents, self.team, device = env, agents, team or Team(env, "self"), env.device
+        rows, own = -(-env.episode_limit // CHUNK) * CHUNK + 1, self.team.own.shape
+        fields = self.mine(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
         self.story = {name: fields[name].new_zeros((rows, *fields[name].shape)) for name in ("reward", *kept)}
         self.t, self.epsilon = torch.zeros(1, dtype=torch.long, device=device), torch.zeros((), device=device)
-        self.h, self.last_action = agents.start(env.num_envs), torch.zeros_like(env.actions)
+        if own[1] < env.n_agents:
+            self.story["seat"] = self.team.own.unsqueeze(0)  # the same at all times of a match
+        self.h, self.last_action = agents.start(*own), torch.zeros_like(env.actions)
         self.running, self.lengths = torch.zeros_like(env.terminated), torch.zeros_like(env.actions[:, 0])
         self.chunk = Graphed(self.steps, device) if env.simulated else self.steps
         env.reset()
+
+    def mine(self, **values):
+        """The learner's seats of what agents have each."""
+        agents = ("action", "reward", "obs", "avail", "alive")
+        return {name: self.team.mine(value) if name in agents else value for name, value in values.items()}
 
     def write(self, when, **values):
         for name in self.story.keys() & values.keys():
@@ -316,14 +348,15 @@ class Rollout:
     @torch.no_grad()
     def steps(self):
         for _ in range(CHUNK):
-            q, h = self.agents(self.env.obs.unsqueeze(0), self.last_action.unsqueeze(0), self.h)
+            obs, last = (self.team.mine(x).unsqueeze(0) for x in (self.env.obs, self.last_action))
+            q, h = self.agents(obs, last, self.h, self.story["seat"][0] if "seat" in self.story else None)
             noise = torch.rand((*q.shape[1:-1], q.shape[-1] + 1), device=q.device)
             wish = torch.where(noise[..., -1:] < self.epsilon, noise[..., :-1], q[0])
-            action = best_action(wish, self.env.info["avail"])
+            action = self.team.complete(best_action(wish, self.team.mine(self.env.info["avail"])), self.last_action)
             obs, reward, terminated, truncated, info = self.env.step(action)
-            self.write(self.t, action=action, reward=reward, terminated=terminated)
+            self.write(self.t, **self.mine(action=action, reward=reward, terminated=terminated))
             self.t += 1
-            self.write(self.t, obs=obs, **info)
+            self.write(self.t, **self.mine(obs=obs, **info))
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
             self.h.copy_(h)
@@ -331,13 +364,14 @@ class Rollout:
 
     def play(self, epsilon):
         """One episode of every match: (returns (matches, seats), lengths, won, valid), there until the next call."""
+        self.team.draw()
         obs, info = self.env.reset()
         for tensor in (self.t, self.h, self.lengths, self.story["reward"]):
             tensor.zero_()
         self.last_action.fill_(-1)
         self.running.fill_(True)
         self.epsilon.fill_(epsilon)
-        self.write(self.t, obs=obs, **info)
+        self.write(self.t, **self.mine(obs=obs, **info))
         for _ in range(0, self.env.episode_limit, CHUNK):
             self.chunk()
             if not self.running.any():
@@ -388,10 +422,10 @@ class Buffer:
 class Learner:
     """The networks, the optimiser, and the update, which is one captured graph for every length of a batch."""
 
-    def __init__(self, args, env):
+    def __init__(self, args, env, seats=None):
         self.args, self.env, self.updates, self.graphs, self.batch = args, env, 0, {}, {}
         self.online, self.target = (
-            {"agents": make_agents(args, env), "mixer": make_mixer(args, env)} for _ in range(2)
+            {"agents": make_agents(args, env), "mixer": make_mixer(args, env, seats)} for _ in range(2)
         )
         for name, network in self.target.items():
             network.load_state_dict(self.online[name].state_dict())
@@ -435,11 +469,11 @@ class Learner:
         obs = torch.where(time_left[..., None, None] >= 0, batch["obs"], 0.0)  # the buffer has anything behind an end
         state = torch.where(time_left[..., None] >= 0, batch["state"], 0.0)
         before = torch.cat((torch.full_like(action[:1], -1), action))
-        start = self.online["agents"].start(action.shape[1])
-        q, _ = self.online["agents"](obs, before, start)  # (steps + 1, matches, seats, actions)
+        start, seat = self.online["agents"].start(*action.shape[1:]), batch["seat"][0] if "seat" in batch else None
+        q, _ = self.online["agents"](obs, before, start, seat)  # (steps + 1, matches, seats, actions)
         chosen = q[:-1].gather(-1, action.unsqueeze(-1)).squeeze(-1)  # (steps, matches, seats)
         with torch.no_grad():
-            target_q, _ = self.target["agents"](obs, before, start)
+            target_q, _ = self.target["agents"](obs, before, start, seat)
             following = target_q.gather(-1, best_action(q, avail).unsqueeze(-1)).squeeze(-1)[1:]
             ended, mask, last = batch["terminated"][:-1], time_left[:-1] > 0, time_left[:-1] == 1
             reward = reward[..., 0] if self.env.team_reward else reward.sum(-1)  # (steps, matches)
@@ -475,8 +509,8 @@ class Learner:
         return {name: sums[name] for name in ("td_loss", "q_values", "grad_norm")}
 
 
-def make_mixer(args, env):
-    return Mixer(env, args.mixing_dim, args.hypernet_dim).to(env.device)
+def make_mixer(args, env, seats=None):
+    return Mixer(env, seats or env.n_agents, args.mixing_dim, args.hypernet_dim).to(env.device)
 
 
 def make_agents(args, env):
@@ -529,10 +563,12 @@ def film(args, agents, device, path):
     from PIL import Image
 
     env = make_env(args, 1, device, args.seed + 2)
-    act, (obs, info), over = policy_of(agents, env), env.reset(), False
+    team, act, over = make_team(args, env, args.seed + 2), policy_of(agents, env), False
+    (obs, info), action = env.reset(), torch.full_like(env.actions, -1)
     frames = [Image.fromarray(env.render())]
     while not over:
-        obs, _, terminated, truncated, info = env.step(act(obs, info))
+        action = team.complete(team.mine(act(obs, info)), action)
+        obs, _, terminated, truncated, info = env.step(action)
         frames.append(Image.fromarray(env.render()))
         over = bool(terminated[0] | truncated[0])
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
@@ -555,10 +591,6 @@ def write_file(content, path):
 
 def read_file(path):
     return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def sizes_of(env):
-    return {name: getattr(env, name) for name in ("n_agents", "n_actions", "obs_dim", "state_dim", "episode_limit")}
 
 
 def load_policy(run, env):
@@ -596,6 +628,7 @@ def save(run, args, learner, buffer, rollouts, progress):
         "cuda": torch.cuda.get_rng_state() if args.cuda else None,
         "sampling": buffer.generator.get_state(),
         "matches": [rollout.env.snapshot() for rollout in rollouts if rollout.env.simulated],
+        "rounds": [rollout.team.rounds for rollout in rollouts],
     }
     if args.save_buffer:
         filled = int((buffer.lengths > 0).sum())
@@ -624,6 +657,8 @@ def restore(run, args, learner, buffer, rollouts):
     buffer.generator.set_state(exact["sampling"])
     for rollout, snapshot in zip(rollouts, exact["matches"]):
         rollout.env.restore(snapshot)
+    for rollout, rounds in zip(rollouts, exact["rounds"]):
+        rollout.team.rounds = rounds
     if "episodes" in exact:
         buffer.lengths, buffer.cursor = exact["lengths"], exact["cursor"]
         for name, episodes in exact["episodes"].items():
@@ -670,10 +705,11 @@ if __name__ == "__main__":
     print(f"{run}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device.type}")
     if not env.team_reward:
         print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
-    learner = Learner(args, env)
+    team, eval_team = make_team(args, env, args.seed), make_team(args, eval_env, args.seed + 1)
+    learner = Learner(args, env, team.own.shape[1])
     agents = learner.online["agents"]
-    rollout = Rollout(env, agents, ("obs", "state", "avail", "alive", "action", "terminated"))
-    eval_rollout = Rollout(eval_env, agents, ())
+    rollout = Rollout(env, agents, ("obs", "state", "avail", "alive", "action", "terminated"), team)
+    eval_rollout = Rollout(eval_env, agents, (), eval_team)
     buffer = Buffer(
         rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
     )

@@ -25,7 +25,7 @@ class TinyGame:
     It has what the scripts use of an environment (docs/environments.md), in plain torch.
     """
 
-    name, n_agents, n_actions, team_reward, simulated = "tiny", 2, 2, True, True
+    name, n_agents, n_actions, policies, team_reward, simulated = "tiny", 2, 2, (), True, True
     device = torch.device("cpu")
 
     def __init__(self, payoff, following, num_envs):

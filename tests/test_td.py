@@ -79,10 +79,10 @@ class Shown(nn.Module):
         super().__init__()
         self.columns, self.scale = columns, nn.Parameter(torch.ones(()))
 
-    def start(self, matches):
+    def start(self, matches, seats=None):
         return torch.zeros(matches, SEATS, 1)
 
-    def forward(self, obs, last_action, h):
+    def forward(self, obs, last_action, h, seat=None):
         return obs[..., self.columns] * self.scale, h
 
 
@@ -355,7 +355,7 @@ def test_qmix_rises_with_every_seats_value():
     sizes = SimpleNamespace(n_agents=SEATS, state_dim=STATE)
     for seed in range(20):
         torch.manual_seed(seed)
-        mixer = QMIX.Mixer(sizes, 8, 16)
+        mixer = QMIX.Mixer(sizes, SEATS, 8, 16)
         q, state = 10 * torch.randn(50, 20, SEATS), 3 * torch.randn(50, 20, STATE)
         q.requires_grad_()
         total = mixer(q, state)
