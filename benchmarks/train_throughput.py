@@ -1,0 +1,85 @@
+"""Environment steps a second with learning included, on the CPU or (--cuda) the GPU.
+
+python benchmarks/train_throughput.py
+python benchmarks/train_throughput.py --replay-ratio 16
+python benchmarks/train_throughput.py --scripts qmix --ids 8m --cuda
+
+Every row runs a script for some seconds and leaves out the start, which compiles and captures. Actions stay random, so
+that the length of matches does not depend on what was learned. Nothing is evaluated. The replay ratio is how many
+episodes are learned from for each that is played.
+"""
+
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).parent.parent
+NEVER = "1000000000000"  # steps that no row gets to
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = ("iql", "vdn", "qmix")
+    """training scripts"""
+    ids: tuple[str, ...] = ("3m", "8m")
+    """environments"""
+    cuda: bool = False
+    """use the GPU"""
+    replay_ratio: float | None = None
+    """episodes learned from for each played (default: as the script has it)"""
+    warmup: float = 10.0
+    """seconds left out, from the first line of the log on"""
+    seconds: float = 20.0
+    """seconds that count"""
+
+
+def settings(script, env_id, args):
+    """(matches, updates a round, batch, replay ratio) of a row."""
+    code = runpy.run_path(str(ROOT / f"{script}.py"))
+    usual = code["Args"](env_id=env_id, cuda=args.cuda)
+    code["check"](usual)
+    matches, updates, batch = usual.num_envs, usual.updates_per_round, usual.batch_size
+    if args.replay_ratio is not None:
+        updates = max(round(args.replay_ratio * matches / batch), 1)
+    return matches, updates, batch, updates * batch / matches
+
+
+def throughput(script, env_id, updates, args):
+    """Steps a second, from the lines of the log after the warm-up."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / f"{script}.py"), "--env-id", env_id, "--run-root", folder]
+        command += ["--updates-per-round", str(updates), "--total-timesteps", NEVER, "--eval-interval", NEVER]
+        command += ["--checkpoint-interval", NEVER, "--no-save-buffer", *["--cuda"] * args.cuda]
+        run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        lines, marks = [], []
+        for line in run.stdout:
+            lines.append(line)
+            if found := re.match(r" *([\d.]+) s +([\d,]+) steps  ", line):
+                marks.append((float(found[1]), int(found[2].replace(",", ""))))
+                counted = [mark for mark in marks if mark[0] >= marks[0][0] + args.warmup]
+                if counted and marks[-1][0] >= counted[0][0] + args.seconds:
+                    break
+        else:
+            raise SystemExit("".join(lines))  # it stopped by itself: what it said is why
+        run.kill()
+        run.communicate()
+    (start, before), (end, after) = counted[0], counted[-1]
+    return (after - before) / (end - start)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    heads = ("script", "environment", "matches", "updates", "batch", "ratio", "steps/s", "replayed/s")
+    print("{:8} {:14} {:>8} {:>8} {:>6} {:>6} {:>10} {:>11}".format(*heads))
+    for env_id in args.ids:
+        for script in args.scripts:
+            matches, updates, batch, ratio = settings(script, env_id, args)
+            rate = throughput(script, env_id, updates, args)
+            row = f"{matches:8} {updates:8} {batch:6} {ratio:6.2f} {rate:10,.0f} {rate * ratio:11,.0f}"
+            print(f"{script:8} {env_id:14} {row}", flush=True)
