@@ -93,7 +93,10 @@ class Team:
         return numbers
 
     def draw(self):
-        """Deals the matches' teams and seats: every policy of a part to equally many, in an order of this round."""
+        """Deals the matches' teams and seats: every policy of a part to equally many, in an order of this round.
+
+        Where that does not come out even, rounds begin with those whose turn it is.
+        """
         env, rng = self.env, np.random.default_rng([self.seed, self.rounds])
         matches, seats = np.arange(env.num_envs)[:, None], np.arange(env.n_agents)
         turn = self.seat
@@ -106,7 +109,8 @@ class Team:
         who = np.full(part.shape, -1)
         for p, (count, numbers) in enumerate(self.parts):
             if numbers is not None:
-                drawn = rng.permutation(env.num_envs * (count if self.mix else 1)) % len(numbers)
+                deals = env.num_envs * (count if self.mix else 1)
+                drawn = (rng.permutation(deals) + self.rounds * deals) % len(numbers)
                 who[part == p] = np.array(numbers)[drawn if self.mix else drawn.repeat(count)]
         self.rounds += 1
         self.own.copy_(torch.from_numpy(np.nonzero(np.isin(part, self._open))[1].reshape(self.own.shape)))
@@ -240,10 +244,13 @@ def _read_runs(pool, env):
             raise ValueError(f"there is no run with a checkpoint.pt at {pattern}")
         for path in paths:
             saved = torch.load(Path(path) / "checkpoint.pt", map_location="cpu", weights_only=True)
-            if saved["sizes"] != sizes_of(env):
+            same_map = saved["env_id"].removeprefix("sc2/") == env.name.removeprefix("sc2/")  # the real game's or not
+            if not same_map or saved["sizes"] != sizes_of(env):
                 raise ValueError(f"{path} is of {saved['env_id']} {saved['sizes']}; this is {env.name} {sizes_of(env)}")
             weights = saved["online"]["agents"]
-            if set(weights) != set(_NAMES[0].values()) and set(weights) != set(_NAMES[1].values()):
+            inputs = env.obs_dim + env.n_actions + env.n_agents
+            named = any(set(weights) == set(names.values()) for names in _NAMES)
+            if not named or _stack(weights)["into"][0].shape[1] != inputs:
                 raise ValueError(
                     f"{path}: a run of {saved['algorithm']}.py cannot be a team-mate, only iql, vdn or qmix"
                 )
