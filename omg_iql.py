@@ -541,7 +541,7 @@ class Learner:
 
     @torch.no_grad()
     def select(self, obs, last, seat, avail, states, codes, final):
-        """The index of the state chosen as each step's subgoal, (steps, matches, own seats), and how far ahead (0: next).
+        """The index of the state chosen as each step's subgoal, (steps, matches, own seats); how far ahead (0: next).
 
         Candidates are the next `horizon` states; past the `final` one, where the learner's part ends, that one again.
         """
@@ -813,7 +813,7 @@ def analyse(args, learner, rollout, matches=64):
     mean, log_variance, _ = learner.infer(obs, everybody[:-1], seat)
     subgoal = mean if args.inference == "mlp" else sample(mean, log_variance)
     numbers = {}
-    if args.subgoal_input == "obs":
+    if args.subgoal_input == "obs" and hasattr(env, "places"):
         ends = own_alive & (torch.arange(rows, device=seat.device).view(-1, 1, 1) <= lengths)
         predicted, _ = env.places(learner.model["vae"].decode(subgoal))
         places, seen = env.places(obs)
@@ -827,12 +827,14 @@ def analyse(args, learner, rollout, matches=64):
     shuffled, _ = learner.online["agents"](obs, last, seat, subgoal.roll(1, 1), start)
     numbers["q_sensitivity"] = spread(there.unsqueeze(-1) & avail, (q - shuffled).abs()).item()
 
-    train = (torch.arange(seat.shape[0], device=seat.device) % 2 == 0).view(1, -1, 1).expand_as(there)[there]
+    # seats turn from match to match, so that both halves have all of them
+    half = torch.arange(len(seat), device=seat.device) < (len(seat) + 1) // 2
+    train = half.view(1, -1, 1).expand_as(there)[there]
     other = (seat + 1) % env.n_agents  # the next seat stands for the team-mates
     policy = who.gather(-1, other).expand(rows, -1, -1)[there]
-    features = mean[there]
-    if env.n_agents > seat.shape[1] and len(policy.unique()) > 1:
-        numbers["teammate_probe"] = probe(features, policy, int(policy.max()) + 1, train)
+    features, fixed = mean[there], policy >= 0  # the next seat may be the learner's too
+    if len(policy[fixed].unique()) > 1:
+        numbers["teammate_probe"] = probe(features[fixed], policy[fixed], int(policy.max()) + 1, train[fixed])
     if env.n_agents > 1:
         index = other.expand(rows, -1, -1)
         moves = alive.gather(-1, index)[there]
@@ -843,7 +845,7 @@ def analyse(args, learner, rollout, matches=64):
 
 
 def policy_of(args, env, agents, model):
-    """Greedy play of the matches of `env` with the run's team: act(obs, info) -> actions; act.goals: where others go."""
+    """Greedy play of the matches of `env` with the run's team: act(obs, info) -> actions; act.goals: others' places."""
     team = make_team(args, env, args.seed + 2)
     rollout = Rollout(env, team, agents, model["inference"], args, ())
 
@@ -864,7 +866,8 @@ def policy_of(args, env, agents, model):
         rollout.memory.copy_(memory)
         rollout.h.copy_(states[0])
         rollout.last_obs.copy_(own)
-        act.goals = goals_of(env, team, own, model["vae"].decode(subgoal)) if args.subgoal_input == "obs" else []
+        if args.subgoal_input == "obs" and hasattr(env, "places"):
+            act.goals = goals_of(env, team, own, model["vae"].decode(subgoal))
         return rollout.last_action.copy_(team.complete(best_action(q[0], team.mine(info["avail"])), last))
 
     act.goals = []
@@ -872,7 +875,7 @@ def policy_of(args, env, agents, model):
 
 
 def goals_of(env, team, obs, expected):
-    """Where the learner of the first match expects the others it sees: (learner, x, y) on a map, (learner, row, column)."""
+    """Where the learner of the first match expects the others it sees: (learner, x, y), on a grid row and column."""
     agent = int(team.own[0, 0])
     places, (_, seen) = env.places(expected)[0][0, 0], env.places(obs)
     if hasattr(env, "units"):
