@@ -779,17 +779,16 @@ def hit_ratio(predicted, places, seen, there, distance):
     predicted, places (steps, trajectories, others, 2); seen (steps, trajectories, others); there (steps, trajectories).
     A hit: everyone seen is within `distance` of the place predicted.
     """
-    time = torch.arange(len(places), device=places.device)
-    earlier = (time.unsqueeze(1) < time).unsqueeze(-1)  # (prediction, state, 1)
-    near = (predicted.unsqueeze(1) - places.unsqueeze(0)).square().sum(-1) <= distance**2
-    right = (near | ~seen).all(-1) & earlier & there.unsqueeze(1)
-    hit = right.any(0) & seen.any(-1) & there  # (steps, trajectories)
-    alike = ((places.unsqueeze(1) - places.unsqueeze(0)).abs().amax((-1, -2)) < 1e-4) & (seen.unsqueeze(1) == seen).all(
-        -1
-    )
-    alike &= there.unsqueeze(1) & there
-    distinct = there & ~(alike & earlier).any(0)
-    return (distinct & (alike & hit).any(1)).sum() / distinct.sum().clamp(min=1)
+    hit, distinct, found = torch.zeros_like(there), 0, 0
+    for t in range(len(places)):  # step by step: all pairs of steps at once would take gigabytes
+        near = (predicted[t] - places[t + 1 :]).square().sum(-1) <= distance**2
+        hit[t + 1 :] |= (near | ~seen[t + 1 :]).all(-1) & there[t]
+    hit &= seen.any(-1) & there
+    for t in range(len(places)):
+        alike = ((places - places[t]).abs().amax((-1, -2)) < 1e-4) & (seen == seen[t]).all(-1) & there
+        new = there[t] & ~alike[:t].any(0)
+        distinct, found = distinct + new.sum(), found + (new & (alike & hit).any(0)).sum()
+    return found / distinct.clamp(min=1)
 
 
 def probe(features, labels, classes, train):
