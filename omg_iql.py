@@ -659,7 +659,7 @@ class Learner:
         sums = dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist()))
         if sums["bad_gradient"]:
             raise FloatingPointError(f"{'the loss' if sums['bad_loss'] else 'a gradient'} was not finite")
-        for total in self.sums.values():
+        for total in (*self.sums.values(), self.kl_per_dim, self.selected_k):
             total.zero_()
         return {name: sums[name] for name in ("td_loss", "q_values", "grad_norm", "kl", "recon")}
 
@@ -1111,15 +1111,14 @@ if __name__ == "__main__":
             bar.update(steps)
             if time.time() - logged["at"] >= args.log_interval and valid.any():
                 updates = max(learner.updates - logged["updates"], 1)
+                kl_per_dim = learner.kl_per_dim / updates
+                chosen = learner.selected_k / learner.selected_k.sum().clamp(min=1)
                 losses = {name: total / updates for name, total in learner.report().items()}
                 log("omg", {name: losses.pop(name) for name in ("kl", "recon")})
                 log("losses", losses)
-                log("omg", {"kl_per_dim_max": learner.kl_per_dim.max().item() / updates})
-                writer.add_histogram("omg/kl_per_dim", learner.kl_per_dim / updates, progress["steps"])
-                chosen = learner.selected_k / learner.selected_k.sum().clamp(min=1)
+                log("omg", {"kl_per_dim_max": kl_per_dim.max().item()})
+                writer.add_histogram("omg/kl_per_dim", kl_per_dim, progress["steps"])
                 log("omg", {f"selected_k/{k + 1}": share for k, share in enumerate(chosen.tolist())})
-                learner.kl_per_dim.zero_()
-                learner.selected_k.zero_()
                 charts = {
                     "episodic_return": returns[valid].mean().item(),
                     "episodic_length": lengths[valid].float().mean().item(),
