@@ -163,13 +163,17 @@ def check(args):
         "hidden_dim",
         "latent_dim",
         "horizon",
+        "pretrain_timesteps",
+        "pretrain_updates",
         "learning_rate",
+        "model_learning_rate",
         "max_grad_norm",
         "time_limit",
     ):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise SystemExit(f"--{name.replace('_', '-')} is above 0, not {getattr(args, name)}")
-    for name in ("gamma", "td_lambda", "tau", "mix_start", "mix_fraction", "start_e", "end_e", "exploration_fraction"):
+    shares = "gamma td_lambda tau kl_weight mix_start mix_fraction start_e end_e exploration_fraction teammate_epsilon"
+    for name in shares.split():
         if not 0 <= getattr(args, name) <= 1:
             raise SystemExit(f"--{name.replace('_', '-')} is from 0 to 1, not {getattr(args, name)}")
     if args.buffer_device not in ("same", "cpu"):
@@ -929,6 +933,8 @@ def load_policy(run, env):
 
 def load_vae(path, args, env, learner):
     """A file of pretrain_cvae.py; one that was made for something else is refused."""
+    if not Path(path).exists():
+        raise SystemExit(f"--vae {path}: there is no such file")
     saved = read_file(path)
     wanted = {**sizes_of(env), "latent_dim": args.latent_dim, "subgoal_input": args.subgoal_input}
     if saved.get("fits") != wanted:
