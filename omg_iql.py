@@ -584,6 +584,13 @@ class Learner:
         lengths = batch["lengths"].unsqueeze(-1)  # (matches, 1)
         final = ((alive & (time <= lengths)).sum(0) - 1).clamp(min=0)  # the learner's last state
         mask, ended, cut = time[:-1] < lengths, batch["terminated"][:-1].unsqueeze(-1), time[:-1] == lengths - 1
+        mask, ended, cut = (flags.expand_as(reward) for flags in (mask, ended, cut))
+        there = alive[:-1] & mask  # where the learner is there to see
+        if not self.env.team_reward:  # an agent's own game ends when it leaves
+            ended, mask = ended | ~alive[1:], there
+        # what does not count is not computed with either: 0 times what is not finite would count
+        shown = (time <= lengths) & (alive | self.env.team_reward)
+        obs, reward = torch.where(shown.unsqueeze(-1), obs, 0.0), torch.where(mask, reward, 0.0)
 
         mean, log_variance, memory = self.infer(obs, everybody, seat)
         inferred = mean if args.inference == "mlp" else sample(mean, log_variance)
@@ -599,12 +606,11 @@ class Learner:
             mixed = torch.rand(index.shape, device=obs.device).unsqueeze(-1) < chance
             goal = [code_mean.gather(0, where), code_log_variance.gather(0, where)]
             if args.mix == "kl-target":  # as in the released code: the divergence to what was inferred while acting
-                played = (batch["mean"][:-1], batch["log_variance"][:-1])
+                played = [torch.where(there.unsqueeze(-1), batch[name][:-1], 0.0) for name in ("mean", "log_variance")]
                 goal, mixed = [torch.where(mixed, new, old) for new, old in zip(goal, played)], torch.zeros_like(mixed)
             subgoal = torch.cat((torch.where(mixed, selected, inferred[:-1]), inferred[-1:]))
 
-        # the inference model, where the learner is there to see
-        there = alive[:-1] & mask
+        # the inference model
         if args.inference == "mlp":
             kl_per_dim, recon = torch.zeros_like(mean[:-1]), (mean[:-1] - goal[0]).square().mean(-1)
         else:
@@ -633,9 +639,6 @@ class Learner:
                 q = single(self.online["agents"], *step, states[:-1])
                 target_q = single(self.target["agents"], *step, target_states[:-1])
             following = target_q.gather(-1, best_action(q, avail[1:]).unsqueeze(-1)).squeeze(-1)
-            mask, ended, cut = (flags.expand_as(reward) for flags in (mask, ended, cut))
-            if not self.env.team_reward:  # an agent's own game ends when it leaves
-                ended, mask = ended | ~alive[1:], mask & alive[:-1]
             target = lambda_returns(reward, following, ended, cut, args.gamma, args.td_lambda)
         error = torch.where(mask, chosen - target, 0.0)
         return error.square().sum() / mask.sum(), model_loss, spread(mask, chosen)
