@@ -603,7 +603,7 @@ class Learner:
             where = index.unsqueeze(-1).expand(-1, -1, -1, args.latent_dim)
             selected = codes.gather(0, where)  # (steps, matches, own seats, latent)
             chance = {"mixed": self.mix_chance, "inferred": 0.0, "selected": 1.0}[args.q_subgoal]
-            mixed = torch.rand(index.shape, device=obs.device).unsqueeze(-1) < chance
+            mixed = ((torch.rand(index.shape, device=obs.device) < chance) & mask).unsqueeze(-1)
             goal = [code_mean.gather(0, where), code_log_variance.gather(0, where)]
             if args.mix == "kl-target":  # as in the released code: the divergence to what was inferred while acting
                 played = [torch.where(there.unsqueeze(-1), batch[name][:-1], 0.0) for name in ("mean", "log_variance")]
