@@ -6,6 +6,7 @@ to expect the code of the next state from the past. Both go into one file for `o
     python pretrain_cvae.py --env-id 8m --cuda --team 7qmix1omg --pool "runs/8m__qmix__*"        docs/pretrain_cvae.md
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+
+STARTED = time.time()  # before the imports that take seconds
 
 
 @dataclass
@@ -108,6 +111,9 @@ def check(args):
             raise SystemExit(f"--{name.replace('_', '-')} is from 0 to 1, not {getattr(args, name)}")
     if args.cuda and not torch.cuda.is_available():
         print("There is no GPU that torch can use: going on with the CPU.")
+        args.cuda = False
+    elif args.cuda and importlib.util.find_spec("numba_cuda") is None and not args.env_id.startswith("sc2/"):
+        print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
     usual = {"pretrain_timesteps": (2_000_000, 100_000)}
     usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64)
@@ -244,7 +250,7 @@ class Graphed:
 
 
 class Rollout:
-    """Plays whole episodes of all matches in lock step, every seat by the others; `story` keeps what is seen of them."""
+    """Plays whole episodes of all matches in lock step, every seat by the others; `story` keeps what is seen."""
 
     def __init__(self, env, team, kept):
         self.env, self.team, device = env, team, env.device
@@ -412,8 +418,7 @@ def picture(args, env, learner, team):
 
 
 if __name__ == "__main__":
-    started = time.time()
-    args = tyro.cli(Args)
+    args, started = tyro.cli(Args), STARTED
     check(args)
     run = Path(args.run_root) / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(started)}"
     torch.manual_seed(args.seed)
@@ -433,7 +438,9 @@ if __name__ == "__main__":
             id=run.name, sync_tensorboard=True, config=asdict(args), save_code=True,
         )  # fmt: skip
     writer = SummaryWriter(run)
-    print(f"{run}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device.type}")
+    print(
+        f"{run}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device.type.upper()}"
+    )
     errors = pretrain(args, learner, rollout, writer)
 
     fits = {**sizes_of(env), "latent_dim": args.latent_dim, "subgoal_input": args.subgoal_input}

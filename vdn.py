@@ -7,6 +7,7 @@ double Q-learning, lambda-returns and a slowly moving target network (Sunehag et
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
+
+STARTED = time.time()  # before the imports that take seconds
 
 
 @dataclass
@@ -140,6 +143,9 @@ def check(args):
         raise SystemExit("--no-share-parameters is for --team self: a learner whose seat changes has one network")
     if args.cuda and not torch.cuda.is_available():
         print("There is no GPU that torch can use: going on with the CPU.")
+        args.cuda = False
+    elif args.cuda and importlib.util.find_spec("numba_cuda") is None and not args.env_id.startswith("sc2/"):
+        print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
     usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "updates_per_round": (16, 8)}
     usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64)
@@ -302,7 +308,8 @@ class Rollout:
         self.h, self.last_action = agents.start(*own), torch.zeros_like(env.actions)
         self.running, self.lengths = torch.zeros_like(env.terminated), torch.zeros_like(env.actions[:, 0])
         self.chunk = Graphed(self.steps, device) if env.simulated else self.steps
-        env.reset()
+        if env.simulated:
+            env.reset()  # so that a snapshot has its random streams
 
     def mine(self, **values):
         """The learner's seats of what agents have each."""
@@ -353,7 +360,7 @@ class Buffer:
     def __init__(self, story, size, device, seed):
         each = sum(values[:, 0].nbytes for values in story.values())
         room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else free_memory()
-        takes, fits = f"{each * size / 2**30:.2f} GiB on the {device.type}", int(0.9 * min(room / each, 2**31))
+        takes, fits = f"{each * size / 2**30:.2f} GiB on the {device.type.upper()}", int(0.9 * min(room / each, 2**31))
         print(f"The replay buffer takes {takes}, {each / 2**10:.0f} KiB an episode.")
         if size > fits:
             raise SystemExit(
@@ -649,8 +656,7 @@ def as_before(args):
 
 
 if __name__ == "__main__":
-    started = time.time()
-    args = tyro.cli(Args)
+    args, started = tyro.cli(Args), STARTED
     args = as_before(args) if args.resume else args
     check(args)
     name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(started)}"
@@ -663,7 +669,9 @@ if __name__ == "__main__":
     device = torch.device("cuda" if args.cuda else "cpu")
     env = make_env(args, args.num_envs, device, args.seed)
     eval_env = make_env(args, args.eval_episodes, device, args.seed + 1) if env.simulated else env
-    print(f"{run}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device.type}")
+    print(
+        f"{run}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device.type.upper()}"
+    )
     if not env.team_reward:
         print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
     team, eval_team = make_team(args, env, args.seed), make_team(args, eval_env, args.seed + 1)
@@ -706,7 +714,7 @@ if __name__ == "__main__":
         signal.signal(number, lambda number, frame: stopping.append(number))
     bar = tqdm(total=args.total_timesteps, initial=progress["steps"], unit_scale=True, disable=not sys.stderr.isatty())
     logged = {"at": time.time(), "steps": progress["steps"], "updates": learner.updates}
-    saved_at = run_from = time.time()
+    saved_at = time.time()
     try:
         while progress["steps"] < args.total_timesteps and not stopping:
             # ALGO LOGIC: play a round, keep it, learn from the buffer
@@ -751,7 +759,7 @@ if __name__ == "__main__":
             if time.time() - saved_at >= args.checkpoint_interval:
                 save(run, args, learner, buffer, (rollout, eval_rollout), progress)
                 saved_at, logged["updates"] = time.time(), learner.updates
-            if args.time_limit is not None and time.time() - run_from >= args.time_limit:
+            if args.time_limit is not None and time.time() - STARTED >= args.time_limit:
                 stopping.append("time limit")
         if stopping:
             save(run, args, learner, buffer, (rollout, eval_rollout), progress)
