@@ -380,6 +380,7 @@ def test_killed_during_a_save(complete, fatal, tmp_path, monkeypatch, capsys):
     assert new_matches == ("resume" in fatal)
     if not new_matches:
         assert_same(learned(complete("iql")[0]), learned(run))
+        assert curves(complete("iql")[0]) == curves(run)  # what was logged after the checkpoint counts no more
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("failed to write")])
@@ -404,7 +405,7 @@ def test_if_only_the_last_save_fails_the_one_before_can_be_resumed(complete, tmp
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", full_at_last)
         run = train("iql", tmp_path, checkpoint_interval=0)["run"]
-    assert not (run / "checkpoint.part").exists()
+    assert {file.name.split(".")[0] for file in run.iterdir()} == {"checkpoint", "events", "results", "resume"}
     train("iql", tmp_path, resume=run)
     assert_same(learned(complete("iql")[0]), learned(run))
 
@@ -480,7 +481,8 @@ def test_a_run_that_is_not_finite_stops(name, saved_before, tmp_path, monkeypatc
     monkeypatch.setattr(Battle, "step", poisoned)
     told = r"the last good checkpoint is .*checkpoint\.pt" if saved_before else "no checkpoint was saved before"
     with pytest.raises(SystemExit, match=rf"stopped at step [\d,]+: the loss was not finite; {told}"):
-        train(name, tmp_path, checkpoint_interval=0 if saved_before else 1000, total_timesteps=5000)
+        intervals = (0, 1000) if saved_before else (1000, 0)  # found when it would be saved, or when it would be logged
+        train(name, tmp_path, **dict(zip(("checkpoint_interval", "log_interval"), intervals)), total_timesteps=5000)
     (run,) = tmp_path.iterdir()
     assert (run / "checkpoint.pt").exists() == saved_before and not (run / "results.json").exists()
     if saved_before:

@@ -495,6 +495,23 @@ def test_matches_that_failed_are_left_out_of_an_evaluation():
     assert [len(numbers) for numbers in IQL.evaluate(rollout, 7)] == [7, 7, 7]
 
 
+@EVERY
+def test_a_policy_remembers_its_match_and_no_other(name):
+    class Counter(Shown):  # its memory is how often it was asked
+        def forward(self, obs, last_action, h):
+            asked.append((last_action[0, :, 0].tolist(), h[:, 0, 0].tolist()))
+            return torch.zeros(1, 2, SEATS, ACTIONS), h + 1
+
+    asked, info = [], {"avail": torch.zeros(2, SEATS, ACTIONS, dtype=torch.bool)}
+    info["avail"][..., 2] = True
+    env = SimpleNamespace(num_envs=2, actions=torch.zeros(2, SEATS, dtype=torch.long), steps=torch.zeros(2))
+    act = SCRIPTS[name].policy_of(Counter(slice(None)), env)
+    for steps in ([0, 0], [1, 1], [2, 0], [3, 1]):
+        env.steps.copy_(torch.tensor(steps))
+        assert (act(torch.zeros(2, SEATS, 1), info) == 2).all()
+    assert asked == [([-1, -1], [0, 0]), ([2, 2], [1, 1]), ([2, -1], [2, 0]), ([2, 2], [3, 1])]
+
+
 def test_wilsons_interval():
     assert IQL.interval(5, 10) == pytest.approx([0.2366, 0.7634], abs=1e-4)
     assert IQL.interval(0, 10) == pytest.approx([0.0, 0.2775], abs=1e-4)
