@@ -777,7 +777,8 @@ def run(folder, *arguments, stops=False):
     """Runs the script; returns its folder."""
     before = set(folder.glob("*"))
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    tiny = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
+    settings = {} if "--resume" in arguments else TINY  # a run that goes on has its own
+    tiny = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     argv, sys.argv = sys.argv, ["omg_iql.py", *tiny, "--run-root", str(folder), *arguments]
     try:
         with pytest.raises(SystemExit, match="stopped at step") if stops else contextlib.nullcontext():
