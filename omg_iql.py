@@ -807,6 +807,7 @@ def hit_ratio(predicted, places, seen, there, distance):
 
 def probe(features, labels, classes, train):
     """The accuracy, held out, of a linear read-out (ridge regression) of labels from features."""
+    features = (features - features[train].mean(0)) / features[train].std(0).clamp(min=1e-6)  # small ones count too
     x = torch.cat((features, torch.ones_like(features[:, :1])), 1)
     x, held_out, goal = x[train], x[~train], F.one_hot(labels[train], classes).to(x.dtype)
     weights = torch.linalg.solve(x.T @ x + 1e-2 * len(x) * torch.eye(x.shape[1], device=x.device), x.T @ goal)
