@@ -7,6 +7,7 @@ import json
 import runpy
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -706,6 +707,8 @@ def test_probe_reads_what_is_linear_and_nothing_else(omg):
     features, train = torch.randn(600, 5), torch.arange(600) % 2 == 0
     labels = (features[:, 0] > 0.5).long() * 2 + (features[:, 0] < -0.5).long()
     assert omg.probe(features, labels, 3, train) > 0.75
+    scale = torch.tensor([1e-3, 1.0, 1.0, 1.0, 100.0])
+    assert omg.probe(features * scale + 5, labels, 3, train) > 0.75
     wide = torch.nn.functional.one_hot(labels, 3) + 0.1 * torch.randn(600, 3)
     assert omg.probe(wide, labels, 3, train) == 1
     assert omg.probe(features, torch.randint(3, (600,)), 3, train) < 0.45
@@ -827,32 +830,31 @@ def test_a_run_on_3m_with_8_agents_is_filmed_and_can_be_watched(tmp_path):
         play.policy_of(str(folder), envs.make("3m"))
 
 
-def test_a_saved_policy_plays_as_the_run_did(omg, tmp_path):
-    """Greedy, with the mean for a subgoal, it does what the acting of training would do."""
-    folder = run(tmp_path, "--env-id", "stag_hunt_4x4", "--team", "2NS2omg", "--seat", "0", "--inference", "mlp")
-    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-    args = omg.Args(**saved["args"])
-    env, twin = (omg.make_env(args, 5, torch.device("cpu"), 7) for _ in range(2))
-    act = omg.load_policy(folder, env)
-    learner = omg.Learner(args, twin)
-    for which in ("online", "model"):
-        for name, network in getattr(learner, which).items():
-            network.load_state_dict(saved[which][name])
-    kept = ["obs", "action", "alive"]
-    rollout = omg.Rollout(
-        twin, omg.make_team(args, twin, 0), learner.online["agents"], learner.model["inference"], args, kept
-    )
-    for episode in range(2):
-        reset, twin.reset = twin.reset, lambda seed=episode, reset=twin.reset: reset(seed=seed)
+def test_a_saved_policy_plays_as_the_run_did(omg, means, tmp_path):
+    """Greedy, with the mean for a subgoal, it does what acting in training would do, match after match."""
+    learner, rollout = make_rollout(omg, "stag_hunt_4x4", "2NS2omg", seat="0")
+    with torch.no_grad():
+        for network in (*learner.online.values(), *learner.model.values()):
+            for weights in network.parameters():
+                weights.mul_(2)
+    about = {"env_id": "stag_hunt_4x4", "sizes": sizes_of(rollout.env), "args": asdict(learner.args)}
+    saved = {which: {n: x.state_dict() for n, x in getattr(learner, which).items()} for which in ("online", "model")}
+    torch.save({**about, **saved}, tmp_path / "checkpoint.pt")
+    env = omg.make_env(learner.args, 6, torch.device("cpu"), 1)
+    act, used = omg.load_policy(tmp_path, env), set()
+    for episode in range(4):
+        rollout.env._seed = episode
+        rollout.env._started = False  # so that the next reset goes by the seed
         rollout.play(0.0)
-        twin.reset = reset
         obs, info = env.reset(seed=episode)
         for t in range(int(rollout.lengths.max())):
-            assert (rollout.story["obs"][t] == obs[:, :2]).all()
-            actions = act(obs, info)
             running = t < rollout.lengths
+            assert (rollout.story["obs"][t] == obs[:, :2])[running].all()
+            actions = act(obs, info)
             assert (actions == rollout.story["action"][t])[running].all()
+            used |= set(actions[:, :2].flatten().tolist())
             obs, *_, info = env.step(actions)
+    assert len(used) > 2
 
 
 @pytest.mark.parametrize(
@@ -871,6 +873,30 @@ def test_runs_with_the_other_choices(tmp_path, arguments):
     assert ("hit_ratio" in report["omg"]) == ("state" not in arguments)
 
 
+def test_a_run_with_networks_of_an_earlier_run(tmp_path):
+    spec = importlib.util.spec_from_file_location("iql", ROOT / "iql.py")
+    sys.modules["iql"] = iql = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(iql)
+    env, args = envs.make("stag_hunt_4x4"), iql.Args(hidden_dim=16)
+    about = {"algorithm": "iql", "env_id": "stag_hunt_4x4", "sizes": sizes_of(env), "args": asdict(args)}
+    for name in ("a", "b"):
+        agents = iql.make_agents(args, env).state_dict()
+        (tmp_path / "pool" / name).mkdir(parents=True)
+        torch.save({**about, "online": {"agents": agents}}, tmp_path / "pool" / name / "checkpoint.pt")
+    team = (
+        "--team",
+        "3iql1omg",
+        "--pool",
+        str(tmp_path / "pool" / "*"),
+        "--mix-teammates",
+        "--teammate-epsilon",
+        "0.1",
+    )
+    folder = run(tmp_path / "runs", "--env-id", "stag_hunt_4x4", *team)
+    assert results(folder)["complete"] and "teammate_probe" in results(folder)["omg"]
+    play.main(play.Args("stag_hunt_4x4", policy=str(folder), episodes=2, out=tmp_path / "match.html"))
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"), *SETTING)
@@ -884,13 +910,13 @@ def test_a_run_goes_on_where_it_stopped(whole, tmp_path, monkeypatch):
         patch.setattr("tqdm.tqdm.update", lambda *_: signal.raise_signal(signal.SIGTERM))
         part = run(tmp_path, *SETTING, stops=True)
     steps = [torch.load(part / "checkpoint.pt", weights_only=True)["progress"]["steps"]]
-    run(tmp_path, "--resume", str(part), "--time-limit", "0.001", stops=True)
+    run(tmp_path, *SETTING, "--resume", str(part), "--time-limit", "0.001", stops=True)
     steps.append(torch.load(part / "checkpoint.pt", weights_only=True)["progress"]["steps"])
-    run(tmp_path, "--resume", str(part))
+    run(tmp_path, *SETTING, "--resume", str(part))
     assert 0 < steps[0] < steps[1] < results(whole)["steps"]
     same_runs(whole, part)
     with pytest.raises(SystemExit, match="is complete"):
-        run(tmp_path, "--resume", str(part))
+        run(tmp_path, *SETTING, "--resume", str(part))
 
 
 def test_the_same_run_again_is_the_same(whole, tmp_path):
@@ -955,6 +981,20 @@ class TwoGoals:
         self.t = min(self.t + 1, 6)
         self.terminated.fill_(self.t == 6)
         return self.look(), self.reward, self.terminated, torch.zeros_like(self.terminated), self.info
+
+
+def test_a_world_without_places_is_analysed_as_far_as_it_goes(omg):
+    torch.manual_seed(0)
+    args, env = omg.Args(latent_dim=8), TwoGoals(64)
+    learner = omg.Learner(args, env)
+    kept = ("obs", "avail", "alive", "action")
+    networks = learner.online["agents"], learner.model["inference"]
+    rollout = omg.Rollout(env, omg.make_team(args, env, 1), *networks, args, kept)
+    rollout.play(0.0)
+    found = omg.analyse(args, learner, rollout)
+    assert found.keys() == {"q_sensitivity", "teammate_probe", "next_action_probe"} and found["q_sensitivity"] > 0
+    assert found["teammate_probe"] > 0.8  # what the other has done is remembered even at random, and tells who it is
+    assert found["teammate_probe"] == found["next_action_probe"]
 
 
 @pytest.mark.slow
