@@ -33,6 +33,10 @@ class Args:
     """use the GPU"""
     replay_ratio: float | None = None
     """episodes learned from for each played (default: as the script has it)"""
+    num_envs: int | None = None
+    """matches at a time (default: as the script has it)"""
+    batch_size: int | None = None
+    """episodes in an update (default: as the script has it)"""
     warmup: float = 10.0
     """seconds left out, from the first line of the log on"""
     seconds: float = 20.0
@@ -44,17 +48,19 @@ def settings(script, env_id, args):
     code = runpy.run_path(str(ROOT / f"{script}.py"))
     usual = code["Args"](env_id=env_id, cuda=args.cuda)
     code["check"](usual)
-    matches, updates, batch = usual.num_envs, usual.updates_per_round, usual.batch_size
+    updates, matches = usual.updates_per_round, args.num_envs or usual.num_envs
+    batch = args.batch_size or usual.batch_size
     if args.replay_ratio is not None:
         updates = max(round(args.replay_ratio * matches / batch), 1)
     return matches, updates, batch, updates * batch / matches
 
 
-def throughput(script, env_id, updates, args):
+def throughput(script, env_id, matches, updates, batch, args):
     """Steps a second, from the lines of the log after the warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / f"{script}.py"), "--env-id", env_id, "--run-root", folder]
-        command += ["--updates-per-round", str(updates), "--total-timesteps", NEVER, "--eval-interval", NEVER]
+        command += ["--num-envs", str(matches), "--updates-per-round", str(updates), "--batch-size", str(batch)]
+        command += ["--total-timesteps", NEVER, "--eval-interval", NEVER]
         command += ["--checkpoint-interval", NEVER, "--no-save-buffer", *["--cuda"] * args.cuda]
         run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         lines, marks = [], []
@@ -80,6 +86,6 @@ if __name__ == "__main__":
     for env_id in args.ids:
         for script in args.scripts:
             matches, updates, batch, ratio = settings(script, env_id, args)
-            rate = throughput(script, env_id, updates, args)
+            rate = throughput(script, env_id, matches, updates, batch, args)
             row = f"{matches:8} {updates:8} {batch:6} {ratio:6.2f} {rate:10,.0f} {rate * ratio:11,.0f}"
             print(f"{script:8} {env_id:14} {row}", flush=True)
