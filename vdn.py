@@ -57,7 +57,7 @@ class Args:
     n_agents: int | None = None
     """number of agents, where the environment leaves it open"""
     team: str = "self"
-    """who sits where: self (every seat learns), or names with numbers, such as 7qmix1learner or 3NH1learner"""
+    """who sits where: self (every seat learns), scripted (one learns among scripted others), or such as 7qmix1learner"""
     pool: tuple[str, ...] = ()
     """run folders of iql.py, vdn.py or qmix.py (patterns will do) that the team's names are found in"""
     seat: str = "rotate"
@@ -91,8 +91,8 @@ class Args:
     """episodes in the replay buffer (default: 8192 on the GPU, 4096 on the CPU)"""
     buffer_device: str = "same"
     """where the replay buffer is kept: same (as the networks) or cpu"""
-    batch_size: int = 32
-    """episodes in an update"""
+    batch_size: int | None = None
+    """episodes in an update (default: 64 on the GPU, 32 on the CPU)"""
     updates_per_round: int | None = None
     """updates after each round of num_envs episodes (default: 16 on the GPU, 8 on the CPU)"""
     start_e: float = 1.0
@@ -148,6 +148,7 @@ def check(args):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
     usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "updates_per_round": (16, 8)}
+    usual["batch_size"] = (64, 32)
     usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64)
     for name, (on_gpu, on_cpu) in usual.items():
         if getattr(args, name) is None:
@@ -370,7 +371,8 @@ class Buffer:
             name: torch.zeros((len(values), size, *values.shape[2:]), dtype=values.dtype, device=device)
             for name, values in story.items()
         }
-        self.lengths, self.cursor = torch.zeros(size, dtype=torch.long), 0  # 0: nothing there
+        self.device, self.cursor = device, 0
+        self.lengths = torch.zeros(size, dtype=torch.long)  # 0: nothing there
         self.generator = torch.Generator().manual_seed(seed)
 
     def add(self, story, lengths, valid):
@@ -380,18 +382,20 @@ class Buffer:
         if len(keep) == 0:
             return
         slots = (torch.arange(len(keep)) + self.cursor) % len(self.lengths)
-        rows = int(lengths.max()) + 1
+        rows, places = int(lengths.max()) + 1, slots.to(self.device)
         for name, values in story.items():
             data = self.data[name]
             episodes = values[:rows] if len(keep) == len(lengths) else values[:rows, keep.to(values.device)]
-            data[:rows].index_copy_(1, slots.to(data.device), episodes.to(data.device))
+            data[:rows].index_copy_(1, places, episodes.to(self.device))
         self.lengths[slots] = lengths[keep]
         self.cursor = (self.cursor + len(keep)) % len(self.lengths)
 
-    def sample(self, count):
-        """The numbers of `count` different episodes."""
+    def sample(self, batches, count):
+        """(batches, 2, count): numbers and lengths of episodes, no two alike in a batch."""
         there = self.lengths.nonzero().flatten()
-        return there[torch.randperm(len(there), generator=self.generator)[:count]]
+        orders = [torch.randperm(len(there), generator=self.generator)[:count] for _ in range(batches)]
+        episodes = there[torch.stack(orders)]
+        return torch.stack((episodes, self.lengths[episodes]), 1)
 
 
 class Learner:
@@ -411,24 +415,25 @@ class Learner:
         names = ("td_loss", "q_values", "grad_norm", "bad", "bad_loss")
         self.sums = {name: torch.zeros((), device=env.device) for name in names}
 
-    def learn(self, buffer):
-        """One update from a batch of episodes."""
-        chosen = buffer.sample(self.args.batch_size)
-        steps = -(-int(buffer.lengths[chosen].max()) // CHUNK) * CHUNK
+    def learn(self, buffer, updates):
+        """Updates, each from a batch of episodes."""
+        chosen = buffer.sample(updates, self.args.batch_size)
+        longest = chosen[:, 1].amax(1).tolist()
         if not self.batch:
-            shapes = {name: (len(data), len(chosen), *data.shape[2:]) for name, data in buffer.data.items()}
-            self.batch = {
-                name: data.new_empty(shapes[name], device=self.env.device) for name, data in buffer.data.items()
-            }
-            self.batch["lengths"] = torch.zeros_like(chosen, device=self.env.device)
-        for name, data in buffer.data.items():
-            self.batch[name][: steps + 1] = data[: steps + 1].index_select(1, chosen.to(data.device))
-        self.batch["lengths"].copy_(buffer.lengths[chosen])
-        if steps not in self.graphs:
-            part = {name: data[: steps + 1] if name != "lengths" else data for name, data in self.batch.items()}
-            self.graphs[steps] = Graphed(lambda: self.update(part), self.env.device)
-        self.graphs[steps]()
-        self.updates += 1
+            for name, data in buffer.data.items():
+                shape = (len(data), chosen.shape[-1], *data.shape[2:])
+                self.batch[name] = data.new_empty(shape, device=self.env.device)
+            self.batch["lengths"] = torch.zeros_like(chosen[0, 1], device=self.env.device)
+        for (episodes, lengths), steps in zip(chosen.to(buffer.device), longest):  # moved at once: each move waits
+            steps = -(-steps // CHUNK) * CHUNK
+            for name, data in buffer.data.items():
+                self.batch[name][: steps + 1] = data[: steps + 1].index_select(1, episodes)
+            self.batch["lengths"].copy_(lengths)
+            if steps not in self.graphs:
+                part = {name: data[: steps + 1] if name != "lengths" else data for name, data in self.batch.items()}
+                self.graphs[steps] = Graphed(lambda part=part: self.update(part), self.env.device)
+            self.graphs[steps]()
+            self.updates += 1
 
     # ALGO LOGIC: the team's value, and the loss
     def mix(self, q, alive):
@@ -723,8 +728,7 @@ if __name__ == "__main__":
             returns, lengths, won, valid = rollout.play(epsilon)
             buffer.add(rollout.story, lengths, valid)
             if (buffer.lengths > 0).sum() >= args.batch_size:
-                for _ in range(args.updates_per_round):
-                    learner.learn(buffer)
+                learner.learn(buffer, args.updates_per_round)
 
             steps = int(lengths.sum())
             progress["steps"] += steps

@@ -28,9 +28,9 @@ def sizes_of(env):
 class Team:
     """`own` (num_envs, seats) are the learner's seats, `who` (num_envs, n_agents) the others' policies (learner: -1).
 
-    The text names the seats in order, `self` gives them all to the learner, and None means one learner among scripted
-    others. The order is turned from match to match, so that every seat is learned. With an understudy the others'
-    policies play the learner's seats as well.
+    The text names the seats in order; `self` gives them all to the learner, `scripted` (or None) is one learner among
+    scripted others. The order is turned from match to match, so that every seat is learned. With an understudy the
+    others' policies play the learner's seats as well.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Team:
         self.parts = []  # (seats, numbers of the policies to draw from), None for the learner
         if text == "self":
             self.parts = [(env.n_agents, None)]
-        elif text is None:
+        elif text in (None, "scripted"):
             roster = [env.policies.index(name) for name in scripted]
             self.parts = [(env.n_agents - 1, roster), (1, None)]
         else:

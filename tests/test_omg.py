@@ -644,11 +644,11 @@ def test_the_loss_unrolls_what_was_played(omg, means, env_id, team):
         buffer = omg.Buffer(rollout.story, 6, torch.device("cpu"), 0)
     buffer.add(rollout.story, lengths, valid)
     handle = agents.register_forward_hook(lambda _, inputs, outputs: unrolled.append(outputs[0].detach().clone()))
-    learner.learn(buffer)
+    learner.learn(buffer, 1)
     handle.remove()
     q = [outputs for outputs in unrolled if len(outputs) > 1][-1]
-    order = omg.Buffer.sample(SimpleNamespace(lengths=buffer.lengths, generator=torch.Generator().manual_seed(0)), 6)
-    for place, match in enumerate(order.tolist()):
+    again = SimpleNamespace(lengths=buffer.lengths, generator=torch.Generator().manual_seed(0))
+    for place, match in enumerate(omg.Buffer.sample(again, 1, 6)[0, 0].tolist()):
         length = int(lengths[match])
         mine = torch.stack([step[match] for step in acted[:length]])
         torch.testing.assert_close(mine, q[:length, place], rtol=1e-4, atol=1e-5)
@@ -1046,8 +1046,7 @@ def test_a_q_network_without_memory_acts_on_what_the_model_remembers(omg, monkey
         learner.mix_chance.fill_(max(0.5 - round / ROUNDS, 0))
         _, lengths, _, valid = rollouts[1].play(epsilon=max(1 - 2 * round / ROUNDS, 0.05))
         buffer.add(rollouts[1].story, lengths, valid)
-        for _ in range(8):
-            learner.learn(buffer)
+        learner.learn(buffer, 8)
     earned = omg.evaluate(rollouts[1], 256)[0].mean().item()
     print(f"told: {told}, right: {earned:.3f}")
     assert earned > 0.95 if told else 0.4 < earned < 0.6

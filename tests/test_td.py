@@ -380,7 +380,8 @@ def test_the_buffer_is_a_ring():
     buffer = IQL.Buffer(story_of(first), 6, CPU, seed=0)
     buffer.add(story_of(first), first["lengths"], torch.tensor([True, True, True, False]))  # one is not valid
     assert buffer.lengths.tolist() == [16, 1, 5, 0, 0, 0] and buffer.cursor == 3
-    assert sorted(buffer.sample(3).tolist()) == [0, 1, 2]
+    (episodes, lengths), _ = buffer.sample(2, 3).tolist()
+    assert sorted(zip(episodes, lengths)) == [(0, 16), (1, 1), (2, 5)]
     buffer.add(story_of(second), second["lengths"], torch.ones(4, dtype=torch.bool))
     assert buffer.lengths.tolist() == [6, 1, 5, 2, 3, 4] and buffer.cursor == 1
     buffer.add(story_of(third), third["lengths"], torch.tensor([False, True, False, False]))
@@ -391,7 +392,7 @@ def test_the_buffer_is_a_ring():
             assert torch.equal(data[:rows, slot], batch[key][:rows, m])
     buffer.add(story_of(third), third["lengths"], torch.zeros(4, dtype=torch.bool))
     assert buffer.cursor == 2
-    drawn = torch.stack([buffer.sample(2) for _ in range(200)])
+    drawn = buffer.sample(200, 2)[:, 0]
     assert (drawn[:, 0] != drawn[:, 1]).all() and set(drawn.flatten().tolist()) == set(range(6))
 
 
@@ -403,8 +404,7 @@ def test_a_longer_episode_that_was_there_before_leaves_no_trace(name):
         learners[1].online["mixer"].load_state_dict(learners[0].online["mixer"].state_dict())
     old, new = make_batch(1, lengths=(16, 16, 16, 16)), make_batch(2, lengths=(2, 1, 9, 4))
     for learner, buffer in zip(learners, (fill(name, old, new, size=4), fill(name, new, size=4))):
-        for _ in range(3):
-            learner.learn(buffer)
+        learner.learn(buffer, 3)
     assert all(map(torch.equal, learners[0].parameters, learners[1].parameters))
     assert learners[0].report() == learners[1].report()
 
@@ -430,13 +430,12 @@ def test_an_update_is_adams_on_the_clipped_gradient_and_moves_the_target(name):
 def test_an_update_that_is_not_finite_is_skipped_and_stops_the_run(name, reward, device):
     learner, batch = make_learner(name, device=device), make_batch(1)
     buffer = fill(name, batch)
-    for _ in range(3):
-        learner.learn(buffer)
+    learner.learn(buffer, 3)
     learner.report()
     before = [p.detach().clone() for p in learner.parameters]
     momentum = [value.clone() for state in learner.optimizer.state.values() for value in state.values()]
     buffer.data["reward"][0, 2] = reward
-    learner.learn(buffer)
+    learner.learn(buffer, 1)
     assert all(map(torch.equal, before, learner.parameters))
     after = [value for state in learner.optimizer.state.values() for value in state.values()]
     assert all(map(torch.equal, momentum, after))
@@ -534,8 +533,7 @@ def train(name, game, rounds, **options):
     for _ in range(rounds):
         _, lengths, _, valid = rollout.play(epsilon=1.0)
         buffer.add(rollout.story, lengths, valid)
-        for _ in range(args.updates_per_round):
-            learner.learn(buffer)
+        learner.learn(buffer, args.updates_per_round)
     learner.report()
     return float(module.evaluate(rollout, 32)[0].mean())
 
