@@ -57,7 +57,7 @@ class Args:
     n_agents: int | None = None
     """number of agents, where the environment leaves it open"""
     team: str = "self"
-    """who sits where: self (every seat learns), scripted (one learns among scripted others), or such as 7qmix1learner"""
+    """who sits where: self (all learn), scripted (one learner among scripted others), or such as 7qmix1learner"""
     pool: tuple[str, ...] = ()
     """run folders of iql.py, vdn.py or qmix.py (patterns will do) that the team's names are found in"""
     seat: str = "rotate"
@@ -303,7 +303,8 @@ class Rollout:
         rows, own = -(-env.episode_limit // CHUNK) * CHUNK + 1, self.team.own.shape
         fields = self.mine(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
         self.story = {name: fields[name].new_zeros((rows, *fields[name].shape)) for name in ("reward", *kept)}
-        self.t, self.epsilon = torch.zeros(1, dtype=torch.long, device=device), torch.zeros((), device=device)
+        self.part = {name: torch.zeros_like(values[:CHUNK]) for name, values in self.story.items()}
+        self.epsilon = torch.zeros((), device=device)
         if own[1] < env.n_agents:
             self.story["seat"] = self.team.own.unsqueeze(0)  # the same at all times of a match
         self.h, self.last_action = agents.start(*own), torch.zeros_like(env.actions)
@@ -317,22 +318,21 @@ class Rollout:
         agents = ("action", "reward", "obs", "avail", "alive")
         return {name: self.team.mine(value) if name in agents else value for name, value in values.items()}
 
-    def write(self, when, **values):
-        for name in self.story.keys() & values.keys():
-            self.story[name].index_copy_(0, when, values[name].unsqueeze(0))
+    def write(self, where, row, values):
+        for name in where.keys() & values.keys():
+            where[name][row] = values[name]
 
     @torch.no_grad()
     def steps(self):
-        for _ in range(CHUNK):
+        for row in range(CHUNK):
             obs, last = (self.team.mine(x).unsqueeze(0) for x in (self.env.obs, self.last_action))
             q, h = self.agents(obs, last, self.h, self.story["seat"][0] if "seat" in self.story else None)
             noise = torch.rand((*q.shape[1:-1], q.shape[-1] + 1), device=q.device)
             wish = torch.where(noise[..., -1:] < self.epsilon, noise[..., :-1], q[0])
             action = self.team.complete(best_action(wish, self.team.mine(self.env.info["avail"])), self.last_action)
             obs, reward, terminated, truncated, info = self.env.step(action)
-            self.write(self.t, **self.mine(action=action, reward=reward, terminated=terminated))
-            self.t += 1
-            self.write(self.t, **self.mine(obs=obs, **info))
+            step = self.mine(action=action, reward=reward, terminated=terminated, obs=obs, **info)
+            self.write(self.part, row, step)
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
             self.h.copy_(h)
@@ -342,14 +342,17 @@ class Rollout:
         """One episode of every match: (returns (matches, seats), lengths, won, valid), there until the next call."""
         self.team.draw()
         obs, info = self.env.reset()
-        for tensor in (self.t, self.h, self.lengths, self.story["reward"]):
+        for tensor in (self.h, self.lengths, self.story["reward"]):
             tensor.zero_()
         self.last_action.fill_(-1)
         self.running.fill_(True)
         self.epsilon.fill_(epsilon)
-        self.write(self.t, **self.mine(obs=obs, **info))
-        for _ in range(0, self.env.episode_limit, CHUNK):
+        self.write(self.story, 0, self.mine(obs=obs, **info))
+        for t in range(0, self.env.episode_limit, CHUNK):
             self.chunk()
+            for name, values in self.part.items():
+                first = t + (name not in ("action", "reward", "terminated"))  # the rest is seen after the step
+                self.story[name][first : first + CHUNK] = values
             if not self.running.any():
                 break
         return self.story["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
@@ -444,7 +447,8 @@ class Learner:
         before = torch.cat((torch.full_like(action[:1], -1), action))
         start, seat = self.online["agents"].start(*action.shape[1:]), batch["seat"][0] if "seat" in batch else None
         q, _ = self.online["agents"](obs, before, start, seat)  # (steps + 1, matches, seats, actions)
-        chosen = q[:-1].gather(-1, action.unsqueeze(-1)).squeeze(-1)  # (steps, matches, seats)
+        taken = action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device)
+        chosen = torch.where(taken, q[:-1], 0.0).sum(-1)  # (steps, matches, seats); quicker than a gather to go back
         with torch.no_grad():
             target_q, _ = self.target["agents"](obs, before, start, seat)
             following = target_q.gather(-1, best_action(q, avail).unsqueeze(-1)).squeeze(-1)[1:]

@@ -172,15 +172,17 @@ class Networks:
         }  # name -> weight (networks, inputs, outputs), bias (networks, outputs)
         self.count = len(layers)
         capacity = max(team.most_seats(len(env.policies) + number) for number in runs)
-        rows = env.num_envs * env.n_agents + 1  # the last is for places that nobody needs
-        self.h = torch.zeros(rows, hidden.pop(), device=env.device)
-        self.rows = torch.full((self.count, capacity), rows - 1, device=env.device)
+        self.h = torch.zeros(self.count, capacity, hidden.pop(), device=env.device)
+        self.rows = torch.zeros(self.count, capacity, dtype=torch.long, device=env.device)  # whom each place acts for
+        self.places = torch.zeros_like(env.actions)  # who acts for each row (match, seat)
         self.seat = torch.eye(env.n_agents, device=env.device).repeat(env.num_envs, 1)
         self.choices = torch.arange(env.n_actions, device=env.device)
-        self.action = torch.zeros(rows, dtype=torch.long, device=env.device)
 
     def deal(self, run):
-        """Notes which rows (match, seat) each network acts for; run (num_envs, n_agents), below 0 for others."""
+        """Gives every row (match, seat) of `run` (num_envs, n_agents) a place with its network; below 0: to others.
+
+        Places that nobody needs act for row 0, and nobody asks what they do.
+        """
         if not self.count:
             return
         network = np.full(run.size, -1)
@@ -191,29 +193,27 @@ class Networks:
         mine = mine[np.argsort(network[mine], kind="stable")]
         of = network[mine]
         place = np.arange(len(of)) - np.searchsorted(of, of)
-        rows = np.full(self.rows.shape, run.size)
-        rows[of, place] = mine
+        rows, places = np.zeros(self.rows.shape, int), np.zeros(run.size, int)
+        rows[of, place], places[mine] = mine, of * rows.shape[1] + place
         self.rows.copy_(torch.from_numpy(rows))
+        self.places.copy_(torch.from_numpy(places.reshape(run.shape)))
 
     def act(self, last_action, epsilon):
         env, rows = self.env, self.rows.flatten()
-        inputs = torch.cat((env.obs.flatten(0, 1), (last_action.flatten().unsqueeze(1) == self.choices), self.seat), 1)
-        inputs = torch.nn.functional.pad(inputs, (0, 0, 0, 1))  # the row that nobody needs
-        begun = torch.nn.functional.pad(last_action.flatten() >= 0, (0, 1)).unsqueeze(1)
-        h = (self.h * begun)[rows].unflatten(0, self.rows.shape)  # (networks, rows, hidden)
-        x = self._layer("into", inputs[rows].unflatten(0, self.rows.shape)).relu()
+        before = last_action.flatten()[rows]
+        inputs = (env.obs.flatten(0, 1)[rows], (before.unsqueeze(1) == self.choices), self.seat[rows])
+        h = self.h * (before >= 0).view(*self.rows.shape, 1)  # (networks, places, hidden)
+        x = self._layer("into", torch.cat(inputs, 1).unflatten(0, self.rows.shape)).relu()
         reset, keep, new = self._layer("of_input", x).chunk(3, -1)
         reset_h, keep_h, new_h = self._layer("of_state", h).chunk(3, -1)
         new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
-        h = torch.lerp(new, h, torch.sigmoid(keep + keep_h))
-        q = self._layer("out", h).flatten(0, 1)
+        self.h.copy_(torch.lerp(new, h, torch.sigmoid(keep + keep_h)))
+        q = self._layer("out", self.h).flatten(0, 1)
         if epsilon > 0:
             noise = torch.rand((len(q), q.shape[1] + 1), device=q.device)
             q = torch.where(noise[:, -1:] < epsilon, noise[:, :-1], q)
-        avail = torch.nn.functional.pad(env.info["avail"].flatten(0, 1), (0, 0, 0, 1), value=True)
-        self.h.index_copy_(0, rows, h.flatten(0, 1))
-        self.action.index_copy_(0, rows, q.masked_fill(~avail[rows], -1e9).argmax(1))
-        return self.action[:-1].view_as(last_action)
+        action = q.masked_fill(~env.info["avail"].flatten(0, 1)[rows], -1e9).argmax(1)
+        return action[self.places]
 
     def _layer(self, name, x):
         weight, bias = self.layers[name]
