@@ -49,6 +49,8 @@ class Args:
     """whether checkpoints come with the replay buffer, so that the run resumes exactly"""
     resume: str | None = None
     """a run folder to go on with; other arguments must be as they were"""
+    init: str | None = None
+    """a run folder whose networks this run starts from"""
     time_limit: float | None = None
     """seconds after which the run saves and stops (it can be resumed)"""
 
@@ -645,8 +647,30 @@ def restore(run, args, learner, buffer, rollouts):
     return saved["progress"]
 
 
+def start_from(args, learner):
+    """Puts the networks of --init into a new run: the agents, and a mixer where both runs have one of a shape."""
+    path = Path(args.init) / "checkpoint.pt"
+    if not path.exists():
+        raise SystemExit(f"--init {args.init}: there is no checkpoint.pt")
+    saved, sizes = read_file(path), sizes_of(learner.env)
+    same_map = saved["env_id"].removeprefix("sc2/") == args.env_id.removeprefix("sc2/")  # the real game's or not
+    if not same_map or saved["sizes"] != sizes:
+        raise SystemExit(f"--init {args.init} is of {saved['env_id']} {saved['sizes']}; this is {args.env_id} {sizes}")
+    for which in ("online", "target"):
+        for name, network in getattr(learner, which).items():
+            weights, wanted = saved[which].get(name, {}), network.state_dict()
+            if {key: w.shape for key, w in weights.items()} == {key: w.shape for key, w in wanted.items()}:
+                network.load_state_dict(weights)
+            elif name == "agents":
+                about = [f"{key} {saved['args'].get(key)}" for key in ("hidden_dim", "share_parameters")]
+                told = f"is a run of {saved['algorithm']}.py with {', '.join(about)}"
+                raise SystemExit(f"--init {args.init} {told}: its agents do not fit into this one")
+
+
 def as_before(args):
     """The arguments of the run to resume; whoever gives others is told which."""
+    if args.init:
+        raise SystemExit("--init starts a new run and --resume goes on with an old one: give one of them")
     path = Path(args.resume) / "checkpoint.pt"
     if not path.exists():
         raise SystemExit(f"--resume {args.resume}: there is no checkpoint.pt")
@@ -655,7 +679,8 @@ def as_before(args):
         raise SystemExit(f"--resume {args.resume} is a run of {saved['algorithm']}.py")
     if saved["progress"]["complete"]:
         raise SystemExit(f"--resume {args.resume}: that run is complete")
-    usual, given, before = asdict(Args()), asdict(args), saved["args"]
+    usual, given = asdict(Args()), asdict(args)
+    before = {**usual, **saved["args"]}  # an older run may lack an option
     free = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")
     wrong = [name for name in given if name not in free and given[name] not in (usual[name], before[name])]
     if wrong:
@@ -701,6 +726,8 @@ if __name__ == "__main__":
     }
     if args.resume:
         progress = restore(run, args, learner, buffer, (rollout, eval_rollout))
+    elif args.init:
+        start_from(args, learner)
     started -= progress["seconds"]
 
     if args.track:

@@ -339,6 +339,59 @@ def test_what_cannot_be_resumed(complete, tmp_path):
     assert (args.num_envs, args.hidden_dim, args.time_limit, args.track) == (4, 16, 5.0, True)
 
 
+def test_a_run_of_before_there_was_an_option_goes_on(tmp_path):
+    run = stopped("iql", tmp_path)
+    saved = read(run / "checkpoint.pt")
+    del saved["args"]["init"]
+    torch.save(saved, run / "checkpoint.pt")
+    assert IQL.as_before(IQL.Args(resume=str(run))).init is None
+
+
+# ---- starting from another run ----
+def networks(run):
+    saved = read(run / "checkpoint.pt")
+    return dict(leaves({which: saved[which] for which in ("online", "target")}))
+
+
+@pytest.mark.parametrize(("name", "earlier"), [("iql", "qmix"), ("vdn", "iql"), ("qmix", "qmix"), ("qmix", "vdn")])
+def test_a_run_starts_from_the_networks_that_both_have(complete, name, earlier, tmp_path):
+    run, _ = complete(earlier)
+    begun = train(name, tmp_path, init=run, batch_size=8, total_timesteps=1)  # too little for an update
+    assert begun["learner"].updates == 0 and not begun["learner"].optimizer.state
+    before, after = networks(run), networks(begun["run"])
+    both = [key for key in after if "/agents/" in key or (name == earlier and "/mixer/" in key)]
+    assert len(both) == (2 * (8 + 14) if name == earlier else 2 * 8)
+    assert_same({key: before[key] for key in both}, {key: after[key] for key in both})
+    key = "agents/out.weight"
+    assert not torch.equal(before[f"/online/{key}"], before[f"/target/{key}"])
+
+
+def test_a_mixer_for_other_seats_is_a_new_one(complete, tmp_path):
+    run, _ = complete("qmix")
+    begun = train("qmix", tmp_path, init=run, team="2nearest1learner", batch_size=8, total_timesteps=1)["run"]
+    before, after = networks(run), networks(begun)
+    assert torch.equal(before["/online/agents/out.weight"], after["/online/agents/out.weight"])
+    assert before["/online/mixer/first.2.weight"].shape != after["/online/mixer/first.2.weight"].shape
+
+
+@EVERY
+def test_what_a_run_cannot_start_from(complete, name, tmp_path):
+    run, done = stopped("iql", tmp_path / "stopped"), complete("iql")[0]
+    separate = train("iql", tmp_path / "separate", share_parameters=False, total_timesteps=1)["run"]
+    cases = [
+        ({"init": tmp_path / "nowhere"}, r"--init .*nowhere: there is no checkpoint\.pt"),
+        ({"init": done, "env_id": "8m"}, r"is of 3m \{'n_agents': 3, .*; this is 8m \{'n_agents': 8, "),
+        ({"init": done, "n_agents": 5}, r"is of 3m \{'n_agents': 3, .*; this is 3m \{'n_agents': 5, "),
+        ({"init": done, "hidden_dim": 8}, r"a run of iql\.py with hidden_dim 16, share_parameters True: its agents do"),
+        ({"init": separate}, "with hidden_dim 16, share_parameters False: its agents do not fit"),
+        ({"init": done, "resume": run}, "--init starts a new run and --resume goes on with an old one"),
+    ]
+    for number, (options, message) in enumerate(cases):
+        with pytest.raises(SystemExit, match=message):
+            train(name, tmp_path / str(number), **options)
+        assert not (tmp_path / str(number)).exists()
+
+
 # ---- saving ----
 def save_half(content, file):
     """What is on the disk when a save does not come to its end."""
