@@ -51,6 +51,8 @@ class Args:
     """whether checkpoints come with the replay buffer, so that the run resumes exactly"""
     resume: str | None = None
     """a run folder to go on with; other arguments must be as they were"""
+    init: str | None = None
+    """a run folder whose networks this run starts from"""
     time_limit: float | None = None
     """seconds after which the run saves and stops (it can be resumed)"""
 
@@ -107,6 +109,8 @@ class Args:
     """gradients are scaled down to this norm"""
     hidden_dim: int = 64
     """units of the recurrent layer"""
+    dueling: bool = False
+    """whether Q is a value plus advantages, from two heads"""
     vae: str | None = None
     """a file of pretrain_cvae.py (default: the same pre-training first)"""
     pretrain_timesteps: int | None = None
@@ -129,6 +133,8 @@ class Args:
     """how candidates are chosen: value, random, next, or a number k for the k-th next state"""
     inference: Literal["cvae", "mlp"] = "cvae"
     """the inference model: the conditional VAE, or a network that predicts the subgoal itself"""
+    reconstruct: Literal["obs", "features"] = "obs"
+    """what the inference model reconstructs: the observation (paper) or its learned features (released code)"""
     q_subgoal: Literal["mixed", "inferred", "selected"] = "mixed"
     """the subgoal in updates: the selected one with a chance that falls to 0, else the inferred; or always one"""
     mix: Literal["q-input", "kl-target"] = "q-input"
@@ -157,30 +163,27 @@ from envs.team import Team, sizes_of  # noqa: E402
 CHUNK = 8  # steps between two looks at whether all matches are over; lengths of updates are multiples of it
 
 
+SEEN = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # what `analyse` looks at
+
+
 def check(args):
     """Refuses values that make no sense, with what is allowed, and fills in those that depend on the device."""
     positive = "num_envs total_timesteps eval_interval eval_episodes final_eval_episodes buffer_size batch_size"
-    for name in (
-        *positive.split(),
-        "updates_per_round",
-        "hidden_dim",
-        "latent_dim",
-        "horizon",
-        "pretrain_timesteps",
-        "pretrain_updates",
-        "learning_rate",
-        "model_learning_rate",
-        "max_grad_norm",
-        "time_limit",
-    ):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
+    positive += " model_learning_rate latent_dim horizon pretrain_timesteps pretrain_updates"
+    for name in (*positive.split(), "updates_per_round", "hidden_dim", "learning_rate", "max_grad_norm", "time_limit"):
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise SystemExit(f"--{name.replace('_', '-')} is above 0, not {getattr(args, name)}")
-    shares = "gamma td_lambda tau kl_weight mix_start mix_fraction start_e end_e exploration_fraction teammate_epsilon"
+    shares = "gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction kl_weight mix_start mix_fraction"
     for name in shares.split():
         if not 0 <= getattr(args, name) <= 1:
             raise SystemExit(f"--{name.replace('_', '-')} is from 0 to 1, not {getattr(args, name)}")
+    for name in ("checkpoint_interval", "log_interval"):
+        if not getattr(args, name) >= 0:
+            raise SystemExit(f"--{name.replace('_', '-')} is from 0 up, not {getattr(args, name)}")
     if args.buffer_device not in ("same", "cpu"):
         raise SystemExit(f"--buffer-device is same or cpu, not {args.buffer_device}")
+    if args.selector not in ("value", "random", "next") and not (args.selector.isdigit() and int(args.selector) > 0):
+        raise SystemExit(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
     if args.cuda and not torch.cuda.is_available():
         print("There is no GPU that torch can use: going on with the CPU.")
         args.cuda = False
@@ -190,8 +193,6 @@ def check(args):
     usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "updates_per_round": (16, 8)}
     usual["batch_size"] = (64, 32)
     usual["pretrain_timesteps"] = (2_000_000, 100_000)
-    if args.selector not in ("value", "random", "next") and not (args.selector.isdigit() and int(args.selector) > 0):
-        raise SystemExit(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
     usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64)
     for name, (on_gpu, on_cpu) in usual.items():
         if getattr(args, name) is None:
@@ -210,11 +211,9 @@ def make_env(args, num_envs, device, seed):
 
 
 def make_team(args, env, seed, understudy=False):
+    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
-        return Team(
-            env, args.team, ("omg", "iql_omg", "learner"), args.pool, args.seat, args.mix_teammates,
-            args.teammate_epsilon, seed, understudy,
-        )  # fmt: skip
+        return Team(env, args.team, ("omg", "iql_omg", "learner"), *others, seed, understudy)
     except ValueError as error:
         raise SystemExit(f"--team {args.team}: {error}") from None
 
@@ -233,25 +232,31 @@ class SharedGRU(nn.GRU):
 
 
 class Agents(nn.Module):
-    """Linear, GRU, Linear on observation, own last action, seat and subgoal."""
+    """Linear, GRU, Linear on observation, own last action, seat and what the opponent model infers."""
 
-    def __init__(self, env, hidden, latent):
+    def __init__(self, env, hidden, inferred, dueling):
         super().__init__()
-        self.hidden = hidden
-        self.into = nn.Linear(env.obs_dim + env.n_actions + env.n_agents + latent, hidden)
-        self.gru, self.out = SharedGRU(hidden, hidden), nn.Linear(hidden, env.n_actions)
-        self.register_buffer("seats", torch.arange(env.n_agents), persistent=False)
-        self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
+        self.seats, self.hidden = env.n_agents, hidden
+        inputs = env.obs_dim + env.n_actions + env.n_agents + inferred
+        self.into, self.gru = nn.Linear(inputs, hidden), SharedGRU(hidden, hidden)
+        self.out, self.value = nn.Linear(hidden, env.n_actions), nn.Linear(hidden, 1) if dueling else None
+        self.register_buffer("seat", torch.eye(self.seats), persistent=False)
+        self.register_buffer("action", torch.arange(env.n_actions), persistent=False)
 
-    def forward(self, obs, last_action, seat, subgoal, h):
-        """(time, matches, seats, ...) all but h (matches, seats, hidden) -> Q, the states h after each step"""
-        last = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
-        place = (seat.unsqueeze(-1) == self.seats).to(obs.dtype).expand(*obs.shape[:-1], -1)
-        x = F.relu(self.into(torch.cat((obs, last, place, subgoal), -1)))
-        states = self.gru(x, h)
-        return self.out(states), states
+    def start(self, matches, seats=None):
+        return torch.zeros(matches, seats or self.seats, self.hidden, device=self.seat.device)
+
+    def forward(self, obs, last_action, h, seat, inferred):
+        """(time, matches, seats, ...) but h (matches, seats, hidden) and seat (matches, seats) -> Q, h of all times"""
+        last = (last_action.unsqueeze(-1) == self.action).to(obs.dtype)
+        place = self.seat[seat].expand(*obs.shape[:2], -1, -1)
+        x = F.relu(self.into(torch.cat((obs, last, place, inferred), -1)))  # (time, matches, seats, hidden)
+        h = self.gru(x, h)
+        q = self.out(h)  # (time, matches, seats, actions)
+        return q if self.value is None else self.value(h) + q - q.mean(-1, keepdim=True), h
 
 
+# ALGO LOGIC: the opponent model's networks
 class Gaussian(nn.Module):
     """(mean, log variance) of a latent code."""
 
@@ -295,34 +300,48 @@ class StateVAE(nn.Module):
 class Inference(nn.Module):
     """The subgoal the past speaks for: a GRU over what was seen and done, an encoder, and a decoder to train it by."""
 
-    def __init__(self, env, latent, memory=96):
+    def __init__(self, env, args, memory=96):
         super().__init__()
-        self.memory, self.actions, self.ego_first = memory, env.n_actions, env.ego_first
+        self.memory, self.latent, self.ego_first = memory, args.latent_dim, env.ego_first
+        self.certain, self.of_features = args.inference == "mlp", args.reconstruct == "features"
         self.past = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, memory)
         self.now = nn.Linear(env.obs_dim, 32)
-        self.encoder, self.code = nn.Linear(32 + memory, 64), Gaussian(64, latent)
-        self.decoder, self.out = nn.Linear(latent + memory, 128), nn.Linear(128, env.obs_dim)
-        self.register_buffer("seats", torch.arange(env.n_agents), persistent=False)
-        self.register_buffer("choices", torch.arange(env.n_actions), persistent=False)
+        self.encoder, self.code = nn.Linear(32 + memory, 64), Gaussian(64, self.latent)
+        self.decoder = nn.Linear(self.latent + memory, 128)
+        self.out = nn.Linear(128, 32 if self.of_features else env.obs_dim)
+        self.register_buffer("seat", torch.arange(env.n_agents), persistent=False)
+        self.register_buffer("action", torch.arange(env.n_actions), persistent=False)
 
-    def remember(self, obs, actions, seat, h):
-        """The past before each step from the observation and everybody's actions one step earlier (-1: none yet)."""
-        first = seat.unsqueeze(-1)  # own action, then the others' in the order in which the observation has them
-        order = (first + self.seats) % len(self.seats)
-        if not self.ego_first:
-            order = torch.cat((first, self.seats[:-1] + (self.seats[:-1] >= first).long()), -1)
-        order = order.expand(*obs.shape[:-1], -1)  # (time, matches, seats, agents)
-        actions = actions.unsqueeze(-2).expand_as(order).gather(-1, order)
-        done = (actions.unsqueeze(-1) == self.choices).to(obs.dtype).flatten(-2)
-        return self.past(torch.cat((obs, done), -1), h)
+    def start(self, matches, seats):
+        return torch.zeros(matches, seats, self.memory, device=self.seat.device)
 
-    def forward(self, obs, memory):
-        """(mean, log variance) of the subgoal"""
+    def order(self, seat):
+        """The own seat, then the others' as the observation has them: (matches, own seats) -> (..., agents)"""
+        first = seat.unsqueeze(-1)
+        if self.ego_first:
+            return (first + self.seat) % len(self.seat)
+        return torch.cat((first, self.seat[:-1] + (self.seat[:-1] >= first).long()), -1)
+
+    def forward(self, obs, last_obs, last_action, seat, h):
+        """(time, matches, own seats, ...), last_action (time, matches, agents) -> subgoal, h, (mean, log variance)
+
+        The past is what was seen and what everybody did one step earlier: zeros and -1 at the start.
+        """
+        order = self.order(seat).expand(*obs.shape[:-1], -1)  # (time, matches, own seats, agents)
+        done = last_action.unsqueeze(-2).expand_as(order).gather(-1, order)
+        done = (done.unsqueeze(-1) == self.action).to(obs.dtype).flatten(-2)
+        h = self.past(torch.cat((last_obs, done), -1), h)
         x = F.relu(self.now(obs))
-        return self.code(F.relu(self.encoder(torch.cat((x, memory), -1))))
+        code = self.code(F.relu(self.encoder(torch.cat((x, h), -1))))
+        return code[0] if self.certain else sample(*code), h, code
 
-    def reconstruct(self, code, memory):
-        return self.out(F.relu(self.decoder(torch.cat((code, memory), -1))))
+    def errors(self, obs, subgoal, h, code, goal):
+        """What it learns by: (the reconstruction's error, the divergence from the goal, dimension by dimension)"""
+        if self.certain:
+            return (code[0] - goal[0]).square().mean(-1), torch.zeros_like(code[0])
+        rebuilt = self.out(F.relu(self.decoder(torch.cat((subgoal, h), -1))))
+        wanted = F.relu(self.now(obs)).detach() if self.of_features else obs
+        return (rebuilt - wanted).square().mean(-1), divergence(*code, *goal)
 
 
 def best_action(q, avail):
@@ -373,61 +392,61 @@ class Graphed:
 class Rollout:
     """Plays whole episodes of all matches in lock step; `story` keeps what is to be learned from, time first."""
 
-    def __init__(self, env, team, agents, inference, args, kept):
-        self.env, self.team, self.agents, self.inference, self.mlp = (
-            env,
-            team,
-            agents,
-            inference,
-            args.inference == "mlp",
-        )
-        device, rows = env.device, -(-env.episode_limit // CHUNK) * CHUNK + 1
-        fields = {"action": env.actions, "reward": team.mine(env.reward), "terminated": env.terminated, **env.info}
-        fields |= {"obs": team.mine(env.obs), "avail": team.mine(env.info["avail"])}
-        fields["mean"] = fields["log_variance"] = torch.zeros(*team.own.shape, args.latent_dim, device=device)
+    def __init__(self, env, agents, inference, kept, team):
+        self.env, self.agents, self.inference, self.team, device = env, agents, inference, team, env.device
+        rows, own = -(-env.episode_limit // CHUNK) * CHUNK + 1, self.team.own.shape
+        fields = self.mine(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
+        fields["mean"] = fields["log_variance"] = torch.zeros(*own, inference.latent, device=device)
         self.story = {name: fields[name].new_zeros((rows, *fields[name].shape)) for name in ("reward", *kept)}
-        self.story["seat"] = team.own.unsqueeze(0)  # the same at all times
         self.t, self.epsilon = torch.zeros(1, dtype=torch.long, device=device), torch.zeros((), device=device)
-        self.h = torch.zeros(*team.own.shape, agents.hidden, device=device)
-        self.memory = torch.zeros(*team.own.shape, inference.memory, device=device)
-        self.last_obs, self.last_action = torch.zeros_like(fields["obs"]), torch.zeros_like(env.actions)
+        self.story["seat"] = self.team.own.unsqueeze(0)  # the same at all times of a match
+        self.h, self.last_action = agents.start(*own), torch.zeros_like(env.actions)
+        self.memory, self.last_obs = inference.start(*own), torch.zeros_like(fields["obs"])
         self.running, self.lengths = torch.zeros_like(env.terminated), torch.zeros_like(env.actions[:, 0])
         self.chunk = Graphed(self.steps, device) if env.simulated else self.steps
         if env.simulated:
             env.reset()  # so that a snapshot has its random streams
+
+    def mine(self, **values):
+        """The learner's seats of what agents have each, and everybody's under other names."""
+        agents = ("action", "reward", "obs", "avail", "alive")
+        everybody = {f"all_{name}": values[name] for name in agents if name in values}
+        return everybody | {name: self.team.mine(value) if name in agents else value for name, value in values.items()}
 
     def write(self, when, **values):
         for name in self.story.keys() & values.keys():
             self.story[name].index_copy_(0, when, values[name].unsqueeze(0))
 
     @torch.no_grad()
+    def act(self):
+        """Everybody's actions now, (matches, agents); what was inferred for them stays in `inferred`."""
+        obs, last = (self.team.mine(x).unsqueeze(0) for x in (self.env.obs, self.last_action))
+        past = self.last_obs.unsqueeze(0), self.last_action.unsqueeze(0), self.team.own, self.memory
+        self.inferred, memory, self.code = self.inference(obs, *past)
+        q, h = self.agents(obs, last, self.h, self.team.own, self.inferred)
+        noise = torch.rand((*q.shape[1:-1], q.shape[-1] + 1), device=q.device)
+        wish = torch.where(noise[..., -1:] < self.epsilon, noise[..., :-1], q[0])
+        action = self.team.complete(best_action(wish, self.team.mine(self.env.info["avail"])), self.last_action)
+        self.h.copy_(h[0])
+        self.memory.copy_(memory[0])
+        self.last_obs.copy_(obs[0])
+        self.last_action.copy_(action)
+        return action
+
+    @torch.no_grad()
     def steps(self):
-        team, env = self.team, self.env
         for _ in range(CHUNK):
-            obs, last = team.mine(env.obs), self.last_action.gather(1, team.own)
-            memory = self.inference.remember(
-                self.last_obs.unsqueeze(0), self.last_action.unsqueeze(0), team.own, self.memory
-            )
-            mean, log_variance = self.inference(obs, memory[0])
-            subgoal = mean if self.mlp else sample(mean, log_variance)
-            q, states = self.agents(obs.unsqueeze(0), last.unsqueeze(0), team.own, subgoal.unsqueeze(0), self.h)
-            noise = torch.rand((*q.shape[1:-1], q.shape[-1] + 1), device=q.device)
-            wish = torch.where(noise[..., -1:] < self.epsilon, noise[..., :-1], q[0])
-            action = team.complete(best_action(wish, team.mine(env.info["avail"])), self.last_action)
-            self.last_obs.copy_(obs)
-            obs, reward, terminated, truncated, info = env.step(action)
-            self.write(self.t, action=action, reward=team.mine(reward), terminated=terminated)
-            self.write(self.t, mean=mean, log_variance=log_variance)
+            action = self.act()
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            self.write(self.t, **self.mine(action=action, reward=reward, terminated=terminated))
+            self.write(self.t, mean=self.code[0][0], log_variance=self.code[1][0])
             self.t += 1
-            self.write(self.t, **{**info, "obs": team.mine(obs), "avail": team.mine(info["avail"])})
+            self.write(self.t, **self.mine(obs=obs, **info))
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
-            self.h.copy_(states[0])
-            self.memory.copy_(memory[0])
-            self.last_action.copy_(action)
 
     def play(self, epsilon):
-        """One episode of every match: (returns (matches, own seats), lengths, won, valid), until the next call."""
+        """One episode of every match: (returns (matches, seats), lengths, won, valid), there until the next call."""
         self.team.draw()
         obs, info = self.env.reset()
         for tensor in (self.t, self.h, self.memory, self.last_obs, self.lengths, self.story["reward"]):
@@ -435,7 +454,7 @@ class Rollout:
         self.last_action.fill_(-1)
         self.running.fill_(True)
         self.epsilon.fill_(epsilon)
-        self.write(self.t, **{**info, "obs": self.team.mine(obs), "avail": self.team.mine(info["avail"])})
+        self.write(self.t, **self.mine(obs=obs, **info))
         for _ in range(0, self.env.episode_limit, CHUNK):
             self.chunk()
             if not self.running.any():
@@ -486,44 +505,39 @@ class Buffer:
         return torch.stack((episodes, self.lengths[episodes]), 1)
 
 
-def single(agents, obs, last_action, seat, subgoal, h):
-    """Q of single steps, each from a state h of its own; all have the leading shape of `last_action`."""
-    rows = [x.reshape(1, -1, 1, x.shape[-1]) for x in (obs, subgoal)]
-    seats, last = seat.expand_as(last_action).reshape(-1, 1), last_action.reshape(1, -1, 1)
-    q, _ = agents(rows[0], last, seats, rows[1], h.reshape(-1, 1, h.shape[-1]))
-    return q.view(*last_action.shape, -1)
-
-
 def spread(mask, values):
     """The mean of the values that the mask selects."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
+def single(agents, obs, last_action, h, seat, subgoal):
+    """Q of single steps, each from a state h of its own; all have the leading shape of `last_action`."""
+    obs, subgoal = (x.reshape(1, -1, 1, x.shape[-1]) for x in (obs, subgoal))
+    rows = last_action.reshape(1, -1, 1), h.reshape(-1, 1, h.shape[-1]), seat.expand_as(last_action).reshape(-1, 1)
+    q, _ = agents(obs, *rows, subgoal)
+    return q.view(*last_action.shape, -1)
+
+
 class Learner:
-    """The networks, the optimisers, and the update, which is one captured graph for every length of a batch."""
+    """The networks, the optimiser, and the update, which is one captured graph for every length of a batch."""
 
     def __init__(self, args, env):
         self.args, self.env, self.updates, self.graphs, self.batch = args, env, 0, {}, {}
         self.online, self.target = ({"agents": make_agents(args, env)} for _ in range(2))
         for name, network in self.target.items():
             network.load_state_dict(self.online[name].state_dict())
-        seen = env.obs_dim if args.subgoal_input == "obs" else env.state_dim
-        self.model = {
-            "vae": StateVAE(seen, args.latent_dim).to(env.device),
-            "inference": Inference(env, args.latent_dim).to(env.device),
-        }
+        self.model = make_model(args, env)
         self.parameters = [p for network in self.online.values() for p in network.parameters()]
         self.target_parameters = [p for network in self.target.values() for p in network.parameters()]
-        # fused, so that an update with a gradient that is not finite can be skipped without asking the device
-        options = {"eps": 1e-5, "fused": True, "capturable": args.cuda}
-        self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, **options)
         self.model_parameters = list(self.model["inference"].parameters())
-        self.model_optimizer = torch.optim.Adam(self.model_parameters, args.model_learning_rate, **options)
-        self.mix_chance = torch.zeros((), device=env.device)
-        names = ("td_loss", "q_values", "grad_norm", "kl", "recon", "bad_loss", "bad_gradient")
+        groups = [{"params": self.parameters}, {"params": self.model_parameters, "lr": args.model_learning_rate}]
+        # fused, so that an update that is not finite can be skipped without asking the device
+        self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
+        names = ("td_loss", "q_values", "grad_norm", "bad", "bad_loss")
         self.sums = {name: torch.zeros((), device=env.device) for name in names}
-        self.kl_per_dim = torch.zeros(args.latent_dim, device=env.device)
-        self.selected_k = torch.zeros(args.horizon, device=env.device)
+        sizes = {"kl": (), "recon": (), "kl_per_dim": args.latent_dim, "selected_k": args.horizon}
+        self.model_sums = {name: torch.zeros(size, device=env.device) for name, size in sizes.items()}
+        self.mix_chance = torch.zeros((), device=env.device)
 
     def learn(self, buffer, updates):
         """Updates, each from a batch of episodes."""
@@ -545,18 +559,24 @@ class Learner:
             self.graphs[steps]()
             self.updates += 1
 
+    def inputs(self, batch):
+        """(obs, own last actions, steps left) of episodes, time first; obs is 0 where nobody is there to see."""
+        action, avail, alive = batch["action"][:-1], batch["avail"], batch["alive"]
+        time_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
+        shown = (time_left >= 0).unsqueeze(-1) & (alive | self.env.team_reward)
+        obs = torch.where(shown.unsqueeze(-1), batch["obs"], 0.0)  # the buffer has anything behind an end
+        return obs, torch.cat((torch.full_like(action[:1], -1), action)), time_left
+
     # ALGO LOGIC: the opponent model
     def infer(self, obs, everybody, seat):
-        """(mean, log variance, memory) at every step of episodes: (steps + 1, matches, own seats, ...)"""
-        before = torch.cat((torch.zeros_like(obs[:1]), obs[:-1]))
-        done = torch.cat((torch.full_like(everybody[:1], -1), everybody))
+        """What the inference model says at every step of episodes: (subgoal, memory, (mean, log variance))"""
+        last_obs = torch.cat((torch.zeros_like(obs[:1]), obs[:-1]))
+        last_action = torch.cat((torch.full_like(everybody[:1], -1), everybody))
         inference = self.model["inference"]
-        start = torch.zeros(*seat.shape, inference.memory, device=obs.device)
-        memory = inference.remember(before, done, seat, start)
-        return *inference(obs, memory), memory
+        return inference(obs, last_obs, last_action, seat, inference.start(*seat.shape))
 
     @torch.no_grad()
-    def select(self, obs, last, seat, avail, states, codes, final):
+    def select(self, obs, last, states, seat, avail, codes, final):
         """The index of the state chosen as each step's subgoal, (steps, matches, own seats); how far ahead (0: next).
 
         Candidates are the next `horizon` states; past the `final` one, where the learner's part ends, that one again.
@@ -572,162 +592,135 @@ class Learner:
             index = torch.minimum(time + ahead, final)  # (steps, horizon, matches, own seats)
             everyone = torch.arange(final.shape[0], device=obs.device).unsqueeze(1)
             candidates = codes[index, everyone, torch.arange(final.shape[1], device=obs.device)]
-
-            def repeated(x):
-                return x.unsqueeze(1).expand(-1, horizon, *x.shape[1:])
-
             before = torch.cat((torch.zeros_like(states[:1]), states[:-1]))
-            q = single(self.online["agents"], *map(repeated, (obs, last)), seat, candidates, repeated(before))
-            allowed = repeated(avail)
+            repeated = [x.unsqueeze(1).expand(-1, horizon, *x.shape[1:]) for x in (obs, last, before, avail)]
+            q, allowed = single(self.online["agents"], *repeated[:3], seat, candidates), repeated[3]
             value = torch.where(allowed, q, 0.0).sum(-1) / allowed.sum(-1).clamp(min=1)
             k = value.argmax(1) if self.args.subgoal_mode == "optimistic" else value.argmin(1)
         return torch.minimum(time.squeeze(1) + 1 + k, final), k
 
-    # ALGO LOGIC: the losses
-    def loss(self, batch):
-        """(the Q-network's loss, the model's, the mean value of the actions taken) of episodes, time first."""
-        args, seat, everybody = self.args, batch["seat"][0], batch["action"][:-1]  # seat (matches, own seats)
-        obs, avail, reward, steps = batch["obs"], batch["avail"], batch["reward"][:-1], len(everybody)
-        alive = batch["alive"].gather(-1, seat.expand(steps + 1, -1, -1))
-        action = everybody.gather(-1, seat.expand(steps, -1, -1))  # (steps, matches, own seats)
-        last = torch.cat((torch.full_like(action[:1], -1), action))
-        start = torch.zeros(*seat.shape, args.hidden_dim, device=obs.device)
-        time = torch.arange(steps + 1, device=obs.device).view(-1, 1, 1)
-        lengths = batch["lengths"].unsqueeze(-1)  # (matches, 1)
-        final = ((alive & (time <= lengths)).sum(0) - 1).clamp(min=0)  # the learner's last state
-        mask, ended, cut = time[:-1] < lengths, batch["terminated"][:-1].unsqueeze(-1), time[:-1] == lengths - 1
-        mask, ended, cut = (flags.expand_as(reward) for flags in (mask, ended, cut))
-        there = alive[:-1] & mask  # where the learner is there to see
-        if not self.env.team_reward:  # an agent's own game ends when it leaves
-            ended, mask = ended | ~alive[1:], there
-        # what does not count is not computed with either: 0 times what is not finite would count
-        shown = (time <= lengths) & (alive | self.env.team_reward)
-        obs, reward = torch.where(shown.unsqueeze(-1), obs, 0.0), torch.where(mask, reward, 0.0)
-
-        mean, log_variance, memory = self.infer(obs, everybody, seat)
-        inferred = mean if args.inference == "mlp" else sample(mean, log_variance)
+    def model_loss(self, batch, obs, before, time_left):
+        """(subgoals for the Q-network at every row of episodes, the inference model's loss)"""
+        args, seat, agents = self.args, batch["seat"][0], self.online["agents"]
+        alive, real = batch["alive"] & (time_left >= 0).unsqueeze(-1), (time_left[:-1] > 0).unsqueeze(-1)
+        there, final = alive[:-1] & real, (alive.sum(0) - 1).clamp(min=0)  # where the learner is there; its last state
+        inferred, memory, code = self.infer(obs, batch["all_action"][:-1], seat)
         with torch.no_grad():
-            view = obs if args.subgoal_input == "obs" else batch["state"].unsqueeze(2).expand(-1, -1, seat.shape[1], -1)
-            code_mean, code_log_variance = self.model["vae"].encode(view)
-            codes = sample(code_mean, code_log_variance)
-            _, states = self.online["agents"](obs, last, seat, inferred, start)
-            index, k = self.select(obs[:-1], last[:-1], seat, avail[:-1], states[:-1], codes, final)
+            codes = self.model["vae"].encode(states_of(args, batch, obs))  # (mean, log variance)
+            drawn = sample(*codes)
+            _, h = agents(obs, before, agents.start(*seat.shape), seat, inferred)
+            index, k = self.select(obs[:-1], before[:-1], h[:-1], seat, batch["avail"][:-1], drawn, final)
             where = index.unsqueeze(-1).expand(-1, -1, -1, args.latent_dim)
-            selected = codes.gather(0, where)  # (steps, matches, own seats, latent)
+            selected, *goal = (values.gather(0, where) for values in (drawn, *codes))
             chance = {"mixed": self.mix_chance, "inferred": 0.0, "selected": 1.0}[args.q_subgoal]
-            mixed = ((torch.rand(index.shape, device=obs.device) < chance) & mask).unsqueeze(-1)
-            goal = [code_mean.gather(0, where), code_log_variance.gather(0, where)]
+            mixed = ((torch.rand(index.shape, device=obs.device) < chance) & real).unsqueeze(-1)
             if args.mix == "kl-target":  # as in the released code: the divergence to what was inferred while acting
                 played = [torch.where(there.unsqueeze(-1), batch[name][:-1], 0.0) for name in ("mean", "log_variance")]
                 goal, mixed = [torch.where(mixed, new, old) for new, old in zip(goal, played)], torch.zeros_like(mixed)
             subgoal = torch.cat((torch.where(mixed, selected, inferred[:-1]), inferred[-1:]))
-
-        # the inference model
-        if args.inference == "mlp":
-            kl_per_dim, recon = torch.zeros_like(mean[:-1]), (mean[:-1] - goal[0]).square().mean(-1)
-        else:
-            kl_per_dim = divergence(mean[:-1], log_variance[:-1], *goal)
-            rebuilt = self.model["inference"].reconstruct(inferred[:-1], memory[:-1])
-            recon = (rebuilt - obs[:-1]).square().mean(-1)
+        mean, log_variance = (values[:-1] for values in code)
+        said = inferred[:-1], memory[:-1], (mean, log_variance)
+        recon, kl_per_dim = self.model["inference"].errors(obs[:-1], *said, goal)
         kl = kl_per_dim.sum(-1)
-        model_loss = spread(there, recon + args.kl_weight * kl)
         with torch.no_grad():
-            self.sums["kl"] += spread(there, kl)
-            self.sums["recon"] += spread(there, recon)
-            self.kl_per_dim += torch.where(there.unsqueeze(-1), kl_per_dim, 0.0).sum((0, 1, 2)) / there.sum().clamp(
-                min=1
-            )
-            counted = F.one_hot(k.clamp(max=args.horizon - 1), args.horizon) * there.unsqueeze(-1)
-            self.selected_k += counted.sum((0, 1, 2))
+            chosen = F.one_hot(k.clamp(max=args.horizon - 1), args.horizon)
+            for name, values in (("kl_per_dim", kl_per_dim), ("selected_k", chosen)):
+                counted = torch.where(there.unsqueeze(-1), values, 0.0)
+                self.model_sums[name] += counted.sum((0, 1, 2)) / there.sum().clamp(min=1)
+            self.model_sums["kl"] += spread(there, kl)
+            self.model_sums["recon"] += spread(there, recon)
+        return subgoal, spread(there, recon + args.kl_weight * kl)
 
-        # the Q-network
-        q, states = self.online["agents"](obs, last, seat, subgoal, start)  # (steps + 1, matches, own seats, actions)
-        chosen = q[:-1].gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    # ALGO LOGIC: the losses
+    def loss(self, batch):
+        """(the Q-network's loss, the model's, the mean value of the actions taken) of episodes, time first."""
+        action, reward, avail, alive = batch["action"][:-1], batch["reward"][:-1], batch["avail"], batch["alive"]
+        obs, before, time_left = self.inputs(batch)
+        start, seat = self.online["agents"].start(*action.shape[1:]), batch["seat"][0]
+        subgoal, model_loss = self.model_loss(batch, obs, before, time_left)
+        q, h = self.online["agents"](obs, before, start, seat, subgoal)  # (steps + 1, matches, seats, actions)
+        chosen = q[:-1].gather(-1, action.unsqueeze(-1)).squeeze(-1)  # (steps, matches, seats)
         with torch.no_grad():
-            target_q, target_states = self.target["agents"](obs, last, seat, subgoal, start)
+            target_q, target_h = self.target["agents"](obs, before, start, seat, subgoal)
             q, target_q = q[1:], target_q[1:]
-            if args.bootstrap_subgoal == "same":
-                step = (obs[1:], action, seat, subgoal[:-1])
-                q = single(self.online["agents"], *step, states[:-1])
-                target_q = single(self.target["agents"], *step, target_states[:-1])
+            if self.args.bootstrap_subgoal == "same":  # the next step's values with this step's subgoal
+                q = single(self.online["agents"], obs[1:], action, h[:-1], seat, subgoal[:-1])
+                target_q = single(self.target["agents"], obs[1:], action, target_h[:-1], seat, subgoal[:-1])
             following = target_q.gather(-1, best_action(q, avail[1:]).unsqueeze(-1)).squeeze(-1)
-            target = lambda_returns(reward, following, ended, cut, args.gamma, args.td_lambda)
+            ended, mask, last = batch["terminated"][:-1], time_left[:-1] > 0, time_left[:-1] == 1
+            ended, mask, last = (flags.unsqueeze(-1).expand_as(reward) for flags in (ended, mask, last))
+            if not self.env.team_reward:  # an agent's own game ends when it leaves
+                ended, mask = ended | ~alive[1:], mask & alive[:-1]
+            reward = torch.where(mask, reward, 0.0)
+            target = lambda_returns(reward, following, ended, last, self.args.gamma, self.args.td_lambda)
         error = torch.where(mask, chosen - target, 0.0)
-        return error.square().sum() / mask.sum(), model_loss, spread(mask, chosen)
+        return error.square().sum() / mask.sum(), model_loss, torch.where(mask, chosen, 0.0).sum() / mask.sum()
 
     def update(self, batch):
         loss, model_loss, value = self.loss(batch)
         self.optimizer.zero_grad()
-        self.model_optimizer.zero_grad()
         (loss + model_loss).backward()
         norm = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
         model_norm = nn.utils.clip_grad_norm_(self.model_parameters, self.args.max_grad_norm)
-        bad = (~torch.isfinite(norm + model_norm)).float()
-        self.optimizer.found_inf = self.model_optimizer.found_inf = bad
+        bad = (~(torch.isfinite(loss + model_loss) & torch.isfinite(norm + model_norm))).float()
+        self.optimizer.found_inf = bad
         self.optimizer.step()
-        self.model_optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
             for name, number in (("td_loss", loss), ("q_values", value), ("grad_norm", norm)):
                 self.sums[name] += torch.where(bad > 0, 0.0, number)
+            self.sums["bad"] += bad
             self.sums["bad_loss"] += ~torch.isfinite(loss + model_loss)
-            self.sums["bad_gradient"] += bad
 
     def report(self):
-        """The sums since the last report; stops the run if an update was not finite."""
+        """The sums since the last report, and the model's; stops the run if an update was not finite."""
         sums = dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist()))
-        if sums["bad_gradient"]:
+        if sums["bad"]:
             raise FloatingPointError(f"{'the loss' if sums['bad_loss'] else 'a gradient'} was not finite")
-        for total in (*self.sums.values(), self.kl_per_dim, self.selected_k):
+        model = {name: total.clone() for name, total in self.model_sums.items()}
+        for total in (*self.sums.values(), *self.model_sums.values()):
             total.zero_()
-        return {name: sums[name] for name in ("td_loss", "q_values", "grad_norm", "kl", "recon")}
+        return {name: sums[name] for name in ("td_loss", "q_values", "grad_norm")}, model
 
 
-def pretrain(args, learner, rollout, writer=None):
-    """Trains the VAE on states met while the others play every seat, then the inference model to expect the next state.
+def states_of(args, batch, obs):
+    """What subgoals are codes of, (rows, matches, own seats, features)."""
+    return obs if args.subgoal_input == "obs" else batch["state"].unsqueeze(2).expand(*obs.shape[:3], -1)
 
-    Returns the errors held out: {"recon": ..., "kl": ..., "inference": ...}.
-    """
+
+# ---- pre-training ----
+def collect(args, rollout):
+    """Rounds of the others' play; `there`: where the learner's seat is there to see."""
     stories, steps = [], 0
     while steps < args.pretrain_timesteps:
         _, lengths, _, valid = rollout.play(epsilon=1.0)
         steps += int(lengths.sum())
-        rows = int(lengths.max()) + 1
-        stories.append({name: values[:rows, valid].clone() for name, values in rollout.story.items()})
-        stories[-1]["lengths"] = lengths[valid].clone()
-    vae, inference = learner.model["vae"], learner.model["inference"]
-    optimizer = torch.optim.Adam(vae.parameters(), args.model_learning_rate)
-    held_out = stories.pop() if len(stories) > 1 else stories[0]
+        rows = torch.arange(int(lengths.max()) + 1, device=lengths.device).view(-1, 1, 1)
+        stories.append({name: values[: len(rows), valid].clone() for name, values in rollout.story.items()})
+        stories[-1]["there"] = stories[-1]["alive"] & (rows <= lengths[valid].unsqueeze(-1))
+    return stories
 
-    def view(story):
-        """(states, own seats, features) that the learner's unit is there to see."""
-        seat, rows = story["seat"][0], len(story["obs"])
-        there = story["alive"].gather(-1, seat.expand(rows, -1, -1))
-        there &= torch.arange(rows, device=seat.device).view(-1, 1, 1) <= story["lengths"].unsqueeze(-1)
-        seen = (
-            story["obs"]
-            if args.subgoal_input == "obs"
-            else story["state"].unsqueeze(2).expand(-1, -1, seat.shape[1], -1)
-        )
-        return seen, there
 
-    def vae_loss(states):
-        mean, log_variance = vae.encode(states)
-        recon = (vae.decode(sample(mean, log_variance)) - states).square().mean(-1).mean()
-        kl = divergence(mean, log_variance, torch.zeros_like(mean), torch.zeros_like(mean)).sum(-1).mean()
-        return recon + args.kl_weight * kl, recon, kl
+def vae_loss(args, vae, states):
+    """(the loss, the mean squared error, the divergence from N(0, I))"""
+    mean, log_variance = vae.encode(states)
+    recon = (vae.decode(sample(mean, log_variance)) - states).square().mean()
+    kl = divergence(mean, log_variance, torch.zeros_like(mean), torch.zeros_like(mean)).sum(-1).mean()
+    return recon + args.kl_weight * kl, recon, kl
 
-    states = torch.cat([seen[there] for seen, there in map(view, stories)])
-    test_states = view(held_out)[0][view(held_out)[1]][:8192]
+
+def train_vae(args, vae, states, held_out, writer=None):
+    """Until the error held out no longer falls; after that the VAE is frozen."""
+    optimizer = torch.optim.Adam(vae.requires_grad_(True).parameters(), args.model_learning_rate)
     best, patience = float("inf"), 0
-    for update in range(args.pretrain_updates):
-        loss, _, _ = vae_loss(states[torch.randint(len(states), (1024,), device=states.device)])
+    for update in tqdm(range(1, args.pretrain_updates + 1), disable=not sys.stderr.isatty(), desc="VAE"):
+        loss, *_ = vae_loss(args, vae, states[torch.randint(len(states), (1024,), device=states.device)])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if update % 100 == 99:
+        if update % 100 == 0:
             with torch.no_grad():
-                error, recon, kl = (number.item() for number in vae_loss(test_states))
+                error, recon, kl = (number.item() for number in vae_loss(args, vae, held_out))
             if writer:
                 writer.add_scalar("pretrain/recon", recon, update)
                 writer.add_scalar("pretrain/kl", kl, update)
@@ -737,40 +730,67 @@ def pretrain(args, learner, rollout, writer=None):
                 break
     vae.requires_grad_(False)
 
-    optimizer = torch.optim.Adam(inference.parameters(), args.model_learning_rate)
 
-    def inference_loss(story, chosen):
-        obs, seat = story["obs"][:, chosen], story["seat"][0][chosen]
-        seen, there = (values[:, chosen] for values in view(story))
-        mean, log_variance, memory = learner.infer(obs, story["action"][:-1, chosen], seat)
-        goal = vae.encode(seen[1:])
-        kl = divergence(mean[:-1], log_variance[:-1], *goal).sum(-1)
-        recon = (inference.reconstruct(sample(mean, log_variance), memory)[:-1] - obs[:-1]).square().mean(-1)
-        if args.inference == "mlp":
-            return spread(there[1:], (mean[:-1] - goal[0]).square().mean(-1))
-        return spread(there[1:], recon + args.kl_weight * kl)
+def inference_loss(args, learner, story, chosen):
+    """Of the inference model, whose goal is the next state, over the matches chosen."""
+    story = {name: values[:, chosen] for name, values in story.items()}
+    obs = torch.where(story["there"].unsqueeze(-1), story["obs"], 0.0)
+    subgoal, memory, code = learner.infer(obs, story["all_action"][:-1], story["seat"][0])
+    goal = learner.model["vae"].encode(states_of(args, story, obs)[1:])
+    said = subgoal[:-1], memory[:-1], [values[:-1] for values in code]
+    recon, kl = learner.model["inference"].errors(obs[:-1], *said, goal)
+    return spread(story["there"][1:], recon + args.kl_weight * kl.sum(-1))
 
-    for update in range(args.pretrain_updates // 5):
+
+def warm_up(args, learner, stories):
+    optimizer = torch.optim.Adam(learner.model["inference"].parameters(), args.model_learning_rate)
+    for update in tqdm(range(args.pretrain_updates // 5), disable=not sys.stderr.isatty(), desc="CVAE"):
         story = stories[update % len(stories)]
-        loss = inference_loss(story, torch.randint(story["obs"].shape[1], (args.batch_size,), device=states.device))
+        chosen = torch.randint(story["obs"].shape[1], (args.batch_size,), device=story["obs"].device)
         optimizer.zero_grad()
-        loss.backward()
+        inference_loss(args, learner, story, chosen).backward()
         optimizer.step()
+
+
+def pretrain(args, learner, rollout, writer=None):
+    """Trains the VAE on states met while the others play every seat, then the inference model to expect the next state.
+
+    Returns the errors held out: {"recon": ..., "kl": ..., "inference": ...}.
+    """
+    stories, vae = collect(args, rollout), learner.model["vae"]
+    held_out = stories.pop() if len(stories) > 1 else stories[0]
+    states = torch.cat([states_of(args, story, story["obs"])[story["there"]] for story in stories])
+    test_states = states_of(args, held_out, held_out["obs"])[held_out["there"]][:8192]
+    train_vae(args, vae, states, test_states, writer)
+    warm_up(args, learner, stories)
     with torch.no_grad():
-        _, recon, kl = vae_loss(test_states)
-        expected = inference_loss(held_out, torch.arange(min(held_out["obs"].shape[1], 64), device=states.device))
+        _, recon, kl = vae_loss(args, vae, test_states)
+        matches = torch.arange(min(held_out["obs"].shape[1], 64), device=states.device)
+        expected = inference_loss(args, learner, held_out, matches)
     return {"recon": recon.item(), "kl": kl.item(), "inference": expected.item(), "states": len(states)}
 
 
 def make_agents(args, env):
-    return Agents(env, args.hidden_dim, args.latent_dim).to(env.device)
+    return Agents(env, args.hidden_dim, args.latent_dim, args.dueling).to(env.device)
+
+
+def fits(args, env):
+    """What the model's networks depend on."""
+    return sizes_of(env) | {name: getattr(args, name) for name in ("latent_dim", "subgoal_input", "reconstruct")}
+
+
+def make_model(args, env):
+    vae = StateVAE(env.obs_dim if args.subgoal_input == "obs" else env.state_dim, args.latent_dim)
+    return {"vae": vae.requires_grad_(False).to(env.device), "inference": Inference(env, args).to(env.device)}
 
 
 def free_memory():
-    """Bytes of the CPU's memory that are free, where the system says so."""
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return float("inf")
+    """Bytes of the CPU's memory that can be had, where the system says so."""
+    facts = Path("/proc/meminfo")  # memory that is free alone would leave out what files fill until it is needed
+    if not facts.exists():
+        return float("inf")
+    kibibytes = dict(line.split(":") for line in facts.read_text().splitlines())["MemAvailable"].split()[0]
+    return int(kibibytes) * 1024
 
 
 # ---- evaluation ----
@@ -807,7 +827,7 @@ def hit_ratio(predicted, places, seen, there, distance):
         alike = ((places - places[t]).abs().amax((-1, -2)) < 1e-4) & (seen == seen[t]).all(-1) & there
         new = there[t] & ~alike[:t].any(0)
         distinct, found = distinct + new.sum(), found + (new & (alike & hit).any(0)).sum()
-    return found / distinct.clamp(min=1)
+    return (found / distinct.clamp(min=1)).item()
 
 
 def probe(features, labels, classes, train):
@@ -819,95 +839,83 @@ def probe(features, labels, classes, train):
     return ((held_out @ weights).argmax(1) == labels[~train]).float().mean().item()
 
 
+def sensitivity(learner, batch, inferred):
+    """Mean change of Q when what is inferred is exchanged between matches."""
+    (obs, before, time_left), seat, agents = learner.inputs(batch), batch["seat"][0], learner.online["agents"]
+    q, exchanged = (agents(obs, before, agents.start(*seat.shape), seat, x)[0] for x in (inferred, inferred.roll(1, 1)))
+    there = batch["alive"] & (time_left > 0).unsqueeze(-1)
+    return spread(there.unsqueeze(-1) & batch["avail"], (q - exchanged).abs()).item()
+
+
 @torch.no_grad()
 def analyse(args, learner, rollout, matches=64):
     """What the inferred subgoals of the round just played know: docs/omg_iql.md defines the numbers."""
-    env, team, rows = rollout.env, rollout.team, int(rollout.lengths[:matches].max()) + 1
-    obs, avail, alive, everybody = (
-        rollout.story[name][:rows, :matches] for name in ("obs", "avail", "alive", "action")
-    )
-    seat, lengths, who = team.own[:matches], rollout.lengths[:matches].unsqueeze(-1), team.who[:matches]
-    own_alive = alive.gather(-1, seat.expand(rows, -1, -1))
-    there = own_alive & (torch.arange(rows, device=seat.device).view(-1, 1, 1) < lengths)
-    mean, log_variance, _ = learner.infer(obs, everybody[:-1], seat)
-    subgoal = mean if args.inference == "mlp" else sample(mean, log_variance)
-    numbers = {}
+    env, rows = rollout.env, int(rollout.lengths[:matches].max()) + 1
+    batch = {name: values[:rows, :matches] for name, values in rollout.story.items()}
+    batch["lengths"] = rollout.lengths[:matches]
+    (obs, _, time_left), seat, who = learner.inputs(batch), batch["seat"][0], rollout.team.who[:matches]
+    subgoal, _, (mean, _) = learner.infer(obs, batch["all_action"][:-1], seat)
+    numbers = {"q_sensitivity": sensitivity(learner, batch, subgoal)}
     if args.subgoal_input == "obs" and hasattr(env, "places"):
-        ends = own_alive & (torch.arange(rows, device=seat.device).view(-1, 1, 1) <= lengths)
-        predicted, _ = env.places(learner.model["vae"].decode(subgoal))
-        places, seen = env.places(obs)
-        flat = [x.flatten(1, 2) for x in (predicted, places, seen, ends)]
-        numbers["hit_ratio"] = hit_ratio(*flat, env.hit_distance).item()
-
-    action = everybody.gather(-1, seat.expand(rows, -1, -1))
-    last = torch.cat((torch.full_like(action[:1], -1), action[:-1]))
-    start = torch.zeros(*seat.shape, args.hidden_dim, device=obs.device)
-    q, _ = learner.online["agents"](obs, last, seat, subgoal, start)
-    shuffled, _ = learner.online["agents"](obs, last, seat, subgoal.roll(1, 1), start)
-    numbers["q_sensitivity"] = spread(there.unsqueeze(-1) & avail, (q - shuffled).abs()).item()
+        (predicted, _), (places, seen) = env.places(learner.model["vae"].decode(subgoal)), env.places(obs)
+        known = batch["alive"] & (time_left >= 0).unsqueeze(-1)
+        numbers["hit_ratio"] = hit_ratio(*(x.flatten(1, 2) for x in (predicted, places, seen, known)), env.hit_distance)
 
     # seats turn from match to match, so that both halves have all of them
-    half = torch.arange(len(seat), device=seat.device) < (len(seat) + 1) // 2
-    train = half.view(1, -1, 1).expand_as(there)[there]
-    other = (seat + 1) % env.n_agents  # the next seat stands for the team-mates
-    policy = who.gather(-1, other).expand(rows, -1, -1)[there]
-    features, fixed = mean[there], policy >= 0  # the next seat may be the learner's too
+    there, half = batch["alive"] & (time_left > 0).unsqueeze(-1), torch.arange(len(seat), device=seat.device)
+    train = (half < (len(seat) + 1) // 2).view(1, -1, 1).expand_as(there)[there]
+    other = ((seat + 1) % env.n_agents).expand(rows, -1, -1)  # the next seat stands for the team-mates
+    policy, features = who.expand(rows, -1, -1).gather(-1, other)[there], mean[there]
+    fixed = policy >= 0  # the next seat may be the learner's too
     if len(policy[fixed].unique()) > 1:
         numbers["teammate_probe"] = probe(features[fixed], policy[fixed], int(policy.max()) + 1, train[fixed])
     if env.n_agents > 1:
-        index = other.expand(rows, -1, -1)
-        moves = alive.gather(-1, index)[there]
-        numbers["next_action_probe"] = probe(
-            features[moves], everybody.gather(-1, index)[there][moves], env.n_actions, train[moves]
-        )
+        moves = batch["all_alive"].gather(-1, other)[there]
+        action = batch["all_action"].gather(-1, other)[there][moves]
+        numbers["next_action_probe"] = probe(features[moves], action, env.n_actions, train[moves])
     return numbers
 
 
-def policy_of(args, env, agents, model):
+def goals_of(args, learner, rollout):
+    """Where the learner of the first match expects the others it sees: (learner, x, y), on a grid row and column."""
+    env, agent = rollout.env, int(rollout.team.own[0, 0])
+    if args.subgoal_input != "obs" or not hasattr(env, "places"):
+        return []
+    places = env.places(learner.model["vae"].decode(rollout.inferred[0]))[0][0, 0]
+    if hasattr(env, "units"):
+        places = places + torch.stack([env.units()[axis][0, agent] for axis in ("x", "y")])
+    seen = env.places(rollout.last_obs)[1][0, 0]
+    return [(agent, *place) for place, visible in zip(places.tolist(), seen.tolist()) if visible]
+
+
+def policy_of(args, learner, rollout):
     """Greedy play of the matches of `env` with the run's team: act(obs, info) -> actions; act.goals: others' places."""
-    team = make_team(args, env, args.seed + 2)
-    rollout = Rollout(env, team, agents, model["inference"], args, ())
+    env = rollout.env
 
     @torch.no_grad()
     def act(obs, info):
         begun = (env.steps > 0).view(-1, 1)  # a match that has just started has no past
         if not begun.any():
-            team.draw()
-        last, own = torch.where(begun, rollout.last_action, -1), team.mine(obs)
+            rollout.team.draw()
         for tensor in (rollout.h, rollout.memory, rollout.last_obs):
             tensor *= begun.unsqueeze(-1)
-        memory = model["inference"].remember(
-            rollout.last_obs.unsqueeze(0), last.unsqueeze(0), team.own, rollout.memory
-        )[0]
-        subgoal, _ = model["inference"](own, memory)
-        before = last.gather(1, team.own).unsqueeze(0)
-        q, states = agents(own.unsqueeze(0), before, team.own, subgoal.unsqueeze(0), rollout.h)
-        rollout.memory.copy_(memory)
-        rollout.h.copy_(states[0])
-        rollout.last_obs.copy_(own)
-        if args.subgoal_input == "obs" and hasattr(env, "places"):
-            act.goals = goals_of(env, team, own, model["vae"].decode(subgoal))
-        return rollout.last_action.copy_(team.complete(best_action(q[0], team.mine(info["avail"])), last))
+        rollout.last_action.masked_fill_(~begun, -1)
+        action = rollout.act()
+        act.goals = goals_of(args, learner, rollout)
+        return action
 
     act.goals = []
     return act
 
 
-def goals_of(env, team, obs, expected):
-    """Where the learner of the first match expects the others it sees: (learner, x, y), on a grid row and column."""
-    agent = int(team.own[0, 0])
-    places, (_, seen) = env.places(expected)[0][0, 0], env.places(obs)
-    if hasattr(env, "units"):
-        places = places + torch.stack([env.units()[axis][0, agent] for axis in ("x", "y")])
-    return [(agent, *place) for place, visible in zip(places.tolist(), seen[0, 0].tolist()) if visible]
-
-
-def film(args, agents, model, device, path):
+def film(args, learner, device, path):
     """A GIF of one greedy match, with the places where the learner expects the others."""
     from PIL import Image
 
     env = make_env(args, 1, device, args.seed + 2)
-    act, (obs, info), over, frames = policy_of(args, env, agents, model), env.reset(), False, []
+    team, over, frames = make_team(args, env, args.seed + 2), False, []
+    act = policy_of(args, learner, Rollout(env, learner.online["agents"], learner.model["inference"], (), team))
+    obs, info = env.reset()
     while not over:
         action = act(obs, info)
         frames.append(Image.fromarray(env.render(goals=act.goals)))
@@ -919,45 +927,69 @@ def film(args, agents, model, device, path):
 
 # ---- checkpoints: tensors and plain types only ----
 def write_file(content, path):
-    """In one piece or not at all; a disk that is full is a warning."""
+    """In one piece or not at all, and whether it was; a disk that is full is a warning."""
     part = path.with_suffix(".part")
     try:
         torch.save(content, part)
         os.replace(part, path)
+        return True
     except (OSError, RuntimeError) as error:
         print(f"warning: {path} was not written ({error}); the run goes on", file=sys.stderr)
         with contextlib.suppress(OSError):
             part.unlink()
+        return False
 
 
 def read_file(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def load_policy(run, env):
-    """The greedy policy of a run, for matches of `env`: act(obs, info) -> actions."""
+def load_rollout(run, env, team=None):
+    """(arguments, learner, rollout) of a run, for matches of `env`, among `team` or the run's own."""
     saved = read_file(Path(run) / "checkpoint.pt")
-    if saved["sizes"] != sizes_of(env):
+    same_map = saved["env_id"].removeprefix("sc2/") == env.name.removeprefix("sc2/")  # the real game's or not
+    if not same_map or saved["sizes"] != sizes_of(env):
         raise ValueError(f"{run} was trained on {saved['env_id']} {saved['sizes']}; this is {env.name} {sizes_of(env)}")
-    args = Args(**saved["args"])
+    args = Args(**{**saved["args"], "cuda": env.device.type == "cuda"})
     learner = Learner(args, env)
     for which in ("online", "model"):
         for name, network in getattr(learner, which).items():
             network.load_state_dict(saved[which][name])
-    return policy_of(args, env, learner.online["agents"], learner.model)
+    team = team or make_team(args, env, args.seed + 2)
+    return args, learner, Rollout(env, learner.online["agents"], learner.model["inference"], SEEN, team)
+
+
+def load_policy(run, env):
+    """The greedy policy of a run, for matches of `env`: act(obs, info) -> actions."""
+    return policy_of(*load_rollout(run, env))
 
 
 def load_vae(path, args, env, learner):
     """A file of pretrain_cvae.py; one that was made for something else is refused."""
     if not Path(path).exists():
         raise SystemExit(f"--vae {path}: there is no such file")
-    saved = read_file(path)
-    wanted = {**sizes_of(env), "latent_dim": args.latent_dim, "subgoal_input": args.subgoal_input}
+    saved, wanted = read_file(path), fits(args, env)
     if saved.get("fits") != wanted:
         raise SystemExit(f"--vae {path} is for {saved.get('fits')}; this run needs {wanted}")
     for name, network in learner.model.items():
         network.load_state_dict(saved["model"][name])
-    learner.model["vae"].requires_grad_(False)
+
+
+def start_from(args, learner):
+    """The networks of an earlier run, as far as both have them."""
+    path = Path(args.init) / "checkpoint.pt"
+    if not path.exists():
+        raise SystemExit(f"--init {args.init}: there is no checkpoint.pt")
+    saved, here = read_file(path), (args.env_id, sizes_of(learner.env))
+    if (saved["env_id"], saved["sizes"]) != here:
+        raise SystemExit(f"--init {args.init} is of {saved['env_id']} {saved['sizes']}; this is {here[0]} {here[1]}")
+    for which in ("online", "target", "model"):
+        for name, network in getattr(learner, which).items():
+            try:
+                network.load_state_dict(saved.get(which, {}).get(name, network.state_dict()))
+            except RuntimeError:
+                told = f"the {name} of a run of {saved['algorithm']}.py do not fit: other sizes or options"
+                raise SystemExit(f"--init {args.init}: {told}") from None
 
 
 def save(run, args, learner, buffer, rollouts, progress):
@@ -973,14 +1005,14 @@ def save(run, args, learner, buffer, rollouts, progress):
         "sizes": sizes_of(learner.env),
         "args": asdict(args),
     }
-    optimizers = {name: getattr(learner, name).state_dict() for name in ("optimizer", "model_optimizer")}
-    state = {**optimizers, "updates": learner.updates, "progress": progress}
-    write_file({**about, **networks, **state}, run / "checkpoint.pt")
+    state = {"optimizer": learner.optimizer.state_dict(), "updates": learner.updates, "progress": progress}
+    written = write_file({**about, **networks, **state}, run / "checkpoint.pt")
     if progress["complete"]:
-        (run / "resume.pt").unlink(missing_ok=True)
+        if written:
+            (run / "resume.pt").unlink(missing_ok=True)
         return
     exact = {
-        "updates": learner.updates,
+        "steps": progress["steps"],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if args.cuda else None,
         "sampling": buffer.generator.get_state(),
@@ -990,7 +1022,9 @@ def save(run, args, learner, buffer, rollouts, progress):
     if args.save_buffer:
         filled = int((buffer.lengths > 0).sum())
         exact |= {"lengths": buffer.lengths, "cursor": buffer.cursor}
-        exact["episodes"] = {name: data[:, :filled].clone() for name, data in buffer.data.items()}
+        exact["episodes"] = buffer.data
+        if filled < len(buffer.lengths):  # a full one is not copied: it may be most of the memory
+            exact["episodes"] = {name: data[:, :filled].clone() for name, data in buffer.data.items()}
     write_file(exact, run / "resume.pt")
 
 
@@ -1000,12 +1034,10 @@ def restore(run, args, learner, buffer, rollouts):
     for which in ("online", "target", "model"):
         for name, network in getattr(learner, which).items():
             network.load_state_dict(saved[which][name])
-    learner.model["vae"].requires_grad_(False)
-    for name in ("optimizer", "model_optimizer"):
-        getattr(learner, name).load_state_dict(saved[name])
+    learner.optimizer.load_state_dict(saved["optimizer"])
     learner.updates = saved["updates"]
     exact = read_file(path) if path.exists() else {}
-    if exact.get("updates") != saved["updates"]:
+    if exact.get("steps") != saved["progress"]["steps"]:
         print(f"{path} is not there or from another time: going on with new matches and an empty buffer.")
         return saved["progress"]
     torch.set_rng_state(exact["torch"])
@@ -1061,13 +1093,13 @@ if __name__ == "__main__":
     print(
         f"{run}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device.type.upper()}"
     )
+    team, eval_team = make_team(args, env, args.seed), make_team(args, eval_env, args.seed + 1)
     learner = Learner(args, env)
     agents, inference = learner.online["agents"], learner.model["inference"]
-    kept = ["obs", "avail", "alive", "action", "terminated"]
+    kept = [*SEEN, "terminated"]
     kept += ["state"] * (args.subgoal_input == "state") + ["mean", "log_variance"] * (args.mix == "kl-target")
-    rollout = Rollout(env, make_team(args, env, args.seed), agents, inference, args, kept)
-    eval_team = make_team(args, eval_env, args.seed + 1)
-    eval_rollout = Rollout(eval_env, eval_team, agents, inference, args, ("obs", "avail", "alive", "action"))
+    rollout = Rollout(env, agents, inference, kept, team)
+    eval_rollout = Rollout(eval_env, agents, inference, SEEN, eval_team)
     buffer = Buffer(
         rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
     )
@@ -1081,7 +1113,9 @@ if __name__ == "__main__":
     }
     if args.resume:
         progress = restore(run, args, learner, buffer, (rollout, eval_rollout))
-    elif args.vae:
+    elif args.init:
+        start_from(args, learner)
+    if args.vae and not args.resume:
         load_vae(args.vae, args, env, learner)
     started -= progress["seconds"]
 
@@ -1100,14 +1134,11 @@ if __name__ == "__main__":
         for key, value in scalars.items():
             writer.add_scalar(f"{group}/{key}", value, progress["steps"])
 
-    if not args.resume and not args.vae:
-        print(
-            f"Pre-training the VAE on {args.pretrain_timesteps:,} steps of the others' play (--vae FILE skips this) ..."
-        )
-        learned = Rollout(env, make_team(args, env, args.seed + 3, understudy=True), agents, inference, args, kept)
-        errors = pretrain(args, learner, learned, writer)
+    if not (args.resume or args.init or args.vae):
+        print(f"Pre-training on {args.pretrain_timesteps:,} steps of the others' play (--vae FILE skips this) ...")
+        understudies = make_team(args, env, args.seed + 3, understudy=True)
+        errors = pretrain(args, learner, Rollout(env, agents, inference, kept, understudies), writer)
         print("... held-out error {recon:.4f}, divergence {kl:.2f}, {states:,} states".format(**errors))
-        del learned
     stopping = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.append(number))
@@ -1132,15 +1163,14 @@ if __name__ == "__main__":
             progress["seconds"] = time.time() - started
             bar.update(steps)
             if time.time() - logged["at"] >= args.log_interval and valid.any():
-                updates = max(learner.updates - logged["updates"], 1)
-                kl_per_dim = learner.kl_per_dim / updates
-                chosen = learner.selected_k / learner.selected_k.sum().clamp(min=1)
-                losses = {name: total / updates for name, total in learner.report().items()}
-                log("omg", {name: losses.pop(name) for name in ("kl", "recon")})
-                log("losses", losses)
-                log("omg", {"kl_per_dim_max": kl_per_dim.max().item()})
-                writer.add_histogram("omg/kl_per_dim", kl_per_dim, progress["steps"])
-                log("omg", {f"selected_k/{k + 1}": share for k, share in enumerate(chosen.tolist())})
+                updates, (losses, model) = learner.updates - logged["updates"], learner.report()
+                if updates:
+                    log("losses", {name: total / updates for name, total in losses.items()})
+                    model = {name: total / updates for name, total in model.items()}
+                    log("omg", {name: model[name] for name in ("kl", "recon")})
+                    log("omg", {"kl_per_dim_max": model["kl_per_dim"].max()})
+                    log("omg", {f"selected_k/{k}": share for k, share in enumerate(model["selected_k"], 1)})
+                    writer.add_histogram("omg/kl_per_dim", model["kl_per_dim"], progress["steps"])
                 charts = {
                     "episodic_return": returns[valid].mean().item(),
                     "episodic_length": lengths[valid].float().mean().item(),
@@ -1173,7 +1203,7 @@ if __name__ == "__main__":
             raise SystemExit(f"stopped at step {progress['steps']:,}; go on with --resume {run}")
 
         returns, lengths, won = evaluate(eval_rollout, args.final_eval_episodes)
-        subgoals = analyse(args, learner, eval_rollout)
+        inferred = analyse(args, learner, eval_rollout)
         progress |= {"seconds": time.time() - started, "complete": True}
         save(run, args, learner, buffer, (rollout, eval_rollout), progress)
     except FloatingPointError as error:
@@ -1193,14 +1223,14 @@ if __name__ == "__main__":
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
     results = {
         "env_id": args.env_id, "algorithm": Path(__file__).stem, "seed": args.seed, "command": " ".join(sys.argv),
-        "final": final, "best": best, "omg": subgoals, **progress, "updates": learner.updates, "versions": versions,
-        "args": asdict(args),
+        "final": final, "best": best, **progress, "updates": learner.updates, "versions": versions,
+        "omg": inferred, "args": asdict(args),
     }  # fmt: skip
     (run / "results.json").write_text(json.dumps(results, indent=1))
     log("eval", {"win_rate": final["win_rate"], "episodic_return": final["episodic_return"]})
     writer.close()
     if args.capture_video:
-        film(args, agents, learner.model, device, run / "match.gif")
+        film(args, learner, device, run / "match.gif")
     low, high = final["win_rate_interval"]
     print(f"{progress['seconds']:.1f} s, {progress['steps']:,} steps, {learner.updates:,} updates")
     share = f"{final['win_rate']:.1%} ({low:.1%} to {high:.1%})"

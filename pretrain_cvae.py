@@ -76,6 +76,8 @@ class Args:
     """what subgoals are codes of: the learner's view or the global state"""
     inference: Literal["cvae", "mlp"] = "cvae"
     """the inference model: the conditional VAE, or a network that predicts the subgoal itself"""
+    reconstruct: Literal["obs", "features"] = "obs"
+    """what the inference model reconstructs: the observation (paper) or its learned features (released code)"""
 
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -96,14 +98,8 @@ CHUNK = 8  # steps between two looks at whether all matches are over
 
 def check(args):
     """Refuses values that make no sense, with what is allowed, and fills in those that depend on the device."""
-    for name in (
-        "num_envs",
-        "pretrain_timesteps",
-        "pretrain_updates",
-        "batch_size",
-        "model_learning_rate",
-        "latent_dim",
-    ):
+    positive = "num_envs pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
+    for name in positive.split():
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise SystemExit(f"--{name.replace('_', '-')} is above 0, not {getattr(args, name)}")
     for name in ("kl_weight", "teammate_epsilon"):
@@ -130,11 +126,9 @@ def make_env(args, num_envs, device, seed):
 
 
 def make_team(args, env, seed, understudy=False):
+    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
-        return Team(
-            env, args.team, ("omg", "iql_omg", "learner"), args.pool, args.seat, args.mix_teammates,
-            args.teammate_epsilon, seed, understudy,
-        )  # fmt: skip
+        return Team(env, args.team, ("omg", "iql_omg", "learner"), *others, seed, understudy)
     except ValueError as error:
         raise SystemExit(f"--team {args.team}: {error}") from None
 
@@ -195,34 +189,48 @@ class StateVAE(nn.Module):
 class Inference(nn.Module):
     """The subgoal the past speaks for: a GRU over what was seen and done, an encoder, and a decoder to train it by."""
 
-    def __init__(self, env, latent, memory=96):
+    def __init__(self, env, args, memory=96):
         super().__init__()
-        self.memory, self.actions, self.ego_first = memory, env.n_actions, env.ego_first
+        self.memory, self.latent, self.ego_first = memory, args.latent_dim, env.ego_first
+        self.certain, self.of_features = args.inference == "mlp", args.reconstruct == "features"
         self.past = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, memory)
         self.now = nn.Linear(env.obs_dim, 32)
-        self.encoder, self.code = nn.Linear(32 + memory, 64), Gaussian(64, latent)
-        self.decoder, self.out = nn.Linear(latent + memory, 128), nn.Linear(128, env.obs_dim)
-        self.register_buffer("seats", torch.arange(env.n_agents), persistent=False)
-        self.register_buffer("choices", torch.arange(env.n_actions), persistent=False)
+        self.encoder, self.code = nn.Linear(32 + memory, 64), Gaussian(64, self.latent)
+        self.decoder = nn.Linear(self.latent + memory, 128)
+        self.out = nn.Linear(128, 32 if self.of_features else env.obs_dim)
+        self.register_buffer("seat", torch.arange(env.n_agents), persistent=False)
+        self.register_buffer("action", torch.arange(env.n_actions), persistent=False)
 
-    def remember(self, obs, actions, seat, h):
-        """The past before each step from the observation and everybody's actions one step earlier (-1: none yet)."""
-        first = seat.unsqueeze(-1)  # own action, then the others' in the order in which the observation has them
-        order = (first + self.seats) % len(self.seats)
-        if not self.ego_first:
-            order = torch.cat((first, self.seats[:-1] + (self.seats[:-1] >= first).long()), -1)
-        order = order.expand(*obs.shape[:-1], -1)  # (time, matches, seats, agents)
-        actions = actions.unsqueeze(-2).expand_as(order).gather(-1, order)
-        done = (actions.unsqueeze(-1) == self.choices).to(obs.dtype).flatten(-2)
-        return self.past(torch.cat((obs, done), -1), h)
+    def start(self, matches, seats):
+        return torch.zeros(matches, seats, self.memory, device=self.seat.device)
 
-    def forward(self, obs, memory):
-        """(mean, log variance) of the subgoal"""
+    def order(self, seat):
+        """The own seat, then the others' as the observation has them: (matches, own seats) -> (..., agents)"""
+        first = seat.unsqueeze(-1)
+        if self.ego_first:
+            return (first + self.seat) % len(self.seat)
+        return torch.cat((first, self.seat[:-1] + (self.seat[:-1] >= first).long()), -1)
+
+    def forward(self, obs, last_obs, last_action, seat, h):
+        """(time, matches, own seats, ...), last_action (time, matches, agents) -> subgoal, h, (mean, log variance)
+
+        The past is what was seen and what everybody did one step earlier: zeros and -1 at the start.
+        """
+        order = self.order(seat).expand(*obs.shape[:-1], -1)  # (time, matches, own seats, agents)
+        done = last_action.unsqueeze(-2).expand_as(order).gather(-1, order)
+        done = (done.unsqueeze(-1) == self.action).to(obs.dtype).flatten(-2)
+        h = self.past(torch.cat((last_obs, done), -1), h)
         x = F.relu(self.now(obs))
-        return self.code(F.relu(self.encoder(torch.cat((x, memory), -1))))
+        code = self.code(F.relu(self.encoder(torch.cat((x, h), -1))))
+        return code[0] if self.certain else sample(*code), h, code
 
-    def reconstruct(self, code, memory):
-        return self.out(F.relu(self.decoder(torch.cat((code, memory), -1))))
+    def errors(self, obs, subgoal, h, code, goal):
+        """What it learns by: (the reconstruction's error, the divergence from the goal, dimension by dimension)"""
+        if self.certain:
+            return (code[0] - goal[0]).square().mean(-1), torch.zeros_like(code[0])
+        rebuilt = self.out(F.relu(self.decoder(torch.cat((subgoal, h), -1))))
+        wanted = F.relu(self.now(obs)).detach() if self.of_features else obs
+        return (rebuilt - wanted).square().mean(-1), divergence(*code, *goal)
 
 
 class Graphed:
@@ -252,16 +260,22 @@ class Graphed:
 class Rollout:
     """Plays whole episodes of all matches in lock step, every seat by the others; `story` keeps what is seen."""
 
-    def __init__(self, env, team, kept):
+    def __init__(self, env, kept, team):
         self.env, self.team, device = env, team, env.device
         rows = -(-env.episode_limit // CHUNK) * CHUNK + 1
-        fields = {"action": env.actions, **env.info, "obs": team.mine(env.obs)}
+        fields = self.mine(action=env.actions, obs=env.obs, **env.info)
         self.story = {name: fields[name].new_zeros((rows, *fields[name].shape)) for name in kept}
-        self.story["seat"] = team.own.unsqueeze(0)  # the same at all times
+        self.story["seat"] = self.team.own.unsqueeze(0)  # the same at all times of a match
         self.t, self.last_action = torch.zeros(1, dtype=torch.long, device=device), torch.zeros_like(env.actions)
         self.running, self.lengths = torch.zeros_like(env.terminated), torch.zeros_like(env.actions[:, 0])
         self.chunk = Graphed(self.steps, device) if env.simulated else self.steps
         env.reset()
+
+    def mine(self, **values):
+        """The learner's seats of what agents have each, and everybody's under other names."""
+        agents = ("action", "reward", "obs", "avail", "alive")
+        everybody = {f"all_{name}": values[name] for name in agents if name in values}
+        return everybody | {name: self.team.mine(value) if name in agents else value for name, value in values.items()}
 
     def write(self, when, **values):
         for name in self.story.keys() & values.keys():
@@ -272,9 +286,9 @@ class Rollout:
         for _ in range(CHUNK):
             action = self.team.complete(torch.zeros_like(self.team.own), self.last_action)
             obs, _, terminated, truncated, info = self.env.step(action)
-            self.write(self.t, action=action)
+            self.write(self.t, **self.mine(action=action))
             self.t += 1
-            self.write(self.t, **{**info, "obs": self.team.mine(obs)})
+            self.write(self.t, **self.mine(obs=obs, **info))
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
             self.last_action.copy_(action)
@@ -287,7 +301,7 @@ class Rollout:
             tensor.zero_()
         self.last_action.fill_(-1)
         self.running.fill_(True)
-        self.write(self.t, **{**info, "obs": self.team.mine(obs)})
+        self.write(self.t, **self.mine(obs=obs, **info))
         for _ in range(0, self.env.episode_limit, CHUNK):
             self.chunk()
             if not self.running.any():
@@ -304,101 +318,115 @@ class Model:
     """The VAE and the inference model."""
 
     def __init__(self, args, env):
-        seen = env.obs_dim if args.subgoal_input == "obs" else env.state_dim
-        self.model = {
-            "vae": StateVAE(seen, args.latent_dim).to(env.device),
-            "inference": Inference(env, args.latent_dim).to(env.device),
-        }
+        self.model = make_model(args, env)
 
     def infer(self, obs, everybody, seat):
-        """(mean, log variance, memory) at every step of episodes: (steps + 1, matches, own seats, ...)"""
-        before = torch.cat((torch.zeros_like(obs[:1]), obs[:-1]))
-        done = torch.cat((torch.full_like(everybody[:1], -1), everybody))
+        """What the inference model says at every step of episodes: (subgoal, memory, (mean, log variance))"""
+        last_obs = torch.cat((torch.zeros_like(obs[:1]), obs[:-1]))
+        last_action = torch.cat((torch.full_like(everybody[:1], -1), everybody))
         inference = self.model["inference"]
-        start = torch.zeros(*seat.shape, inference.memory, device=obs.device)
-        memory = inference.remember(before, done, seat, start)
-        return *inference(obs, memory), memory
+        return inference(obs, last_obs, last_action, seat, inference.start(*seat.shape))
 
 
-def pretrain(args, learner, rollout, writer):
-    """Trains the VAE on states met while the others play every seat, then the inference model to expect the next state.
+def states_of(args, batch, obs):
+    """What subgoals are codes of, (rows, matches, own seats, features)."""
+    return obs if args.subgoal_input == "obs" else batch["state"].unsqueeze(2).expand(*obs.shape[:3], -1)
 
-    Returns the errors held out: {"recon": ..., "kl": ..., "inference": ...}.
-    """
+
+# ---- pre-training ----
+def collect(args, rollout):
+    """Rounds of the others' play; `there`: where the learner's seat is there to see."""
     stories, steps = [], 0
     bar = tqdm(total=args.pretrain_timesteps, unit_scale=True, disable=not sys.stderr.isatty(), desc="playing")
     while steps < args.pretrain_timesteps:
         lengths, valid = rollout.play()
-        bar.update(int(lengths.sum()))
         steps += int(lengths.sum())
-        rows = int(lengths.max()) + 1
-        stories.append({name: values[:rows, valid].clone() for name, values in rollout.story.items()})
-        stories[-1]["lengths"] = lengths[valid].clone()
+        bar.update(int(lengths.sum()))
+        rows = torch.arange(int(lengths.max()) + 1, device=lengths.device).view(-1, 1, 1)
+        stories.append({name: values[: len(rows), valid].clone() for name, values in rollout.story.items()})
+        stories[-1]["there"] = stories[-1]["alive"] & (rows <= lengths[valid].unsqueeze(-1))
     bar.close()
-    vae, inference = learner.model["vae"], learner.model["inference"]
-    optimizer = torch.optim.Adam(vae.parameters(), args.model_learning_rate)
-    held_out = stories.pop() if len(stories) > 1 else stories[0]
+    return stories
 
-    def view(story):
-        """(states, own seats, features) that the learner's unit is there to see."""
-        seat, rows = story["seat"][0], len(story["obs"])
-        there = story["alive"].gather(-1, seat.expand(rows, -1, -1))
-        there &= torch.arange(rows, device=seat.device).view(-1, 1, 1) <= story["lengths"].unsqueeze(-1)
-        seen = (
-            story["obs"]
-            if args.subgoal_input == "obs"
-            else story["state"].unsqueeze(2).expand(-1, -1, seat.shape[1], -1)
-        )
-        return seen, there
 
-    def vae_loss(states):
-        mean, log_variance = vae.encode(states)
-        recon = (vae.decode(sample(mean, log_variance)) - states).square().mean(-1).mean()
-        kl = divergence(mean, log_variance, torch.zeros_like(mean), torch.zeros_like(mean)).sum(-1).mean()
-        return recon + args.kl_weight * kl, recon, kl
+def vae_loss(args, vae, states):
+    """(the loss, the mean squared error, the divergence from N(0, I))"""
+    mean, log_variance = vae.encode(states)
+    recon = (vae.decode(sample(mean, log_variance)) - states).square().mean()
+    kl = divergence(mean, log_variance, torch.zeros_like(mean), torch.zeros_like(mean)).sum(-1).mean()
+    return recon + args.kl_weight * kl, recon, kl
 
-    states = torch.cat([seen[there] for seen, there in map(view, stories)])
-    test_states = view(held_out)[0][view(held_out)[1]][:8192]
+
+def train_vae(args, vae, states, held_out, writer=None):
+    """Until the error held out no longer falls; after that the VAE is frozen."""
+    optimizer = torch.optim.Adam(vae.requires_grad_(True).parameters(), args.model_learning_rate)
     best, patience = float("inf"), 0
-    for update in tqdm(range(args.pretrain_updates), disable=not sys.stderr.isatty(), desc="VAE"):
-        loss, _, _ = vae_loss(states[torch.randint(len(states), (1024,), device=states.device)])
+    for update in tqdm(range(1, args.pretrain_updates + 1), disable=not sys.stderr.isatty(), desc="VAE"):
+        loss, *_ = vae_loss(args, vae, states[torch.randint(len(states), (1024,), device=states.device)])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if update % 100 == 99:
+        if update % 100 == 0:
             with torch.no_grad():
-                error, recon, kl = (number.item() for number in vae_loss(test_states))
-            writer.add_scalar("pretrain/recon", recon, update)
-            writer.add_scalar("pretrain/kl", kl, update)
+                error, recon, kl = (number.item() for number in vae_loss(args, vae, held_out))
+            if writer:
+                writer.add_scalar("pretrain/recon", recon, update)
+                writer.add_scalar("pretrain/kl", kl, update)
             patience = 0 if error < 0.99 * best else patience + 1
             best = min(best, error)
             if patience == 3:
                 break
     vae.requires_grad_(False)
 
-    optimizer = torch.optim.Adam(inference.parameters(), args.model_learning_rate)
 
-    def inference_loss(story, chosen):
-        obs, seat = story["obs"][:, chosen], story["seat"][0][chosen]
-        seen, there = (values[:, chosen] for values in view(story))
-        mean, log_variance, memory = learner.infer(obs, story["action"][:-1, chosen], seat)
-        goal = vae.encode(seen[1:])
-        kl = divergence(mean[:-1], log_variance[:-1], *goal).sum(-1)
-        recon = (inference.reconstruct(sample(mean, log_variance), memory)[:-1] - obs[:-1]).square().mean(-1)
-        if args.inference == "mlp":
-            return spread(there[1:], (mean[:-1] - goal[0]).square().mean(-1))
-        return spread(there[1:], recon + args.kl_weight * kl)
+def inference_loss(args, learner, story, chosen):
+    """Of the inference model, whose goal is the next state, over the matches chosen."""
+    story = {name: values[:, chosen] for name, values in story.items()}
+    obs = torch.where(story["there"].unsqueeze(-1), story["obs"], 0.0)
+    subgoal, memory, code = learner.infer(obs, story["all_action"][:-1], story["seat"][0])
+    goal = learner.model["vae"].encode(states_of(args, story, obs)[1:])
+    said = subgoal[:-1], memory[:-1], [values[:-1] for values in code]
+    recon, kl = learner.model["inference"].errors(obs[:-1], *said, goal)
+    return spread(story["there"][1:], recon + args.kl_weight * kl.sum(-1))
 
-    for update in tqdm(range(args.pretrain_updates // 5 * args.warm_up), disable=not sys.stderr.isatty(), desc="CVAE"):
+
+def warm_up(args, learner, stories):
+    optimizer = torch.optim.Adam(learner.model["inference"].parameters(), args.model_learning_rate)
+    for update in tqdm(range(args.pretrain_updates // 5), disable=not sys.stderr.isatty(), desc="CVAE"):
         story = stories[update % len(stories)]
-        loss = inference_loss(story, torch.randint(story["obs"].shape[1], (args.batch_size,), device=states.device))
+        chosen = torch.randint(story["obs"].shape[1], (args.batch_size,), device=story["obs"].device)
         optimizer.zero_grad()
-        loss.backward()
+        inference_loss(args, learner, story, chosen).backward()
         optimizer.step()
+
+
+def pretrain(args, learner, rollout, writer=None):
+    """Trains the VAE on states met while the others play every seat, then the inference model to expect the next state.
+
+    Returns the errors held out: {"recon": ..., "kl": ..., "inference": ...}.
+    """
+    stories, vae = collect(args, rollout), learner.model["vae"]
+    held_out = stories.pop() if len(stories) > 1 else stories[0]
+    states = torch.cat([states_of(args, story, story["obs"])[story["there"]] for story in stories])
+    test_states = states_of(args, held_out, held_out["obs"])[held_out["there"]][:8192]
+    train_vae(args, vae, states, test_states, writer)
+    if args.warm_up:
+        warm_up(args, learner, stories)
     with torch.no_grad():
-        _, recon, kl = vae_loss(test_states)
-        expected = inference_loss(held_out, torch.arange(min(held_out["obs"].shape[1], 64), device=states.device))
+        _, recon, kl = vae_loss(args, vae, test_states)
+        matches = torch.arange(min(held_out["obs"].shape[1], 64), device=states.device)
+        expected = inference_loss(args, learner, held_out, matches)
     return {"recon": recon.item(), "kl": kl.item(), "inference": expected.item(), "states": len(states)}
+
+
+def fits(args, env):
+    """What the model's networks depend on."""
+    return sizes_of(env) | {name: getattr(args, name) for name in ("latent_dim", "subgoal_input", "reconstruct")}
+
+
+def make_model(args, env):
+    vae = StateVAE(env.obs_dim if args.subgoal_input == "obs" else env.state_dim, args.latent_dim)
+    return {"vae": vae.requires_grad_(False).to(env.device), "inference": Inference(env, args).to(env.device)}
 
 
 @torch.no_grad()
@@ -429,7 +457,7 @@ if __name__ == "__main__":
     env = make_env(args, args.num_envs, device, args.seed)
     team = make_team(args, env, args.seed, understudy=True)
     learner = Model(args, env)
-    rollout = Rollout(env, team, ["obs", "alive", "action"] + ["state"] * (args.subgoal_input == "state"))
+    kept = ["obs", "alive", "all_action"] + ["state"] * (args.subgoal_input == "state")
     if args.track:
         import wandb
 
@@ -441,19 +469,12 @@ if __name__ == "__main__":
     print(
         f"{run}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device.type.upper()}"
     )
-    errors = pretrain(args, learner, rollout, writer)
+    errors = pretrain(args, learner, Rollout(env, kept, team), writer)
 
-    fits = {**sizes_of(env), "latent_dim": args.latent_dim, "subgoal_input": args.subgoal_input}
     model = {name: network.state_dict() for name, network in learner.model.items()}
-    content = {
-        "algorithm": Path(__file__).stem,
-        "env_id": args.env_id,
-        "fits": fits,
-        "model": model,
-        "args": asdict(args),
-    }
+    about = {"algorithm": Path(__file__).stem, "env_id": args.env_id, "fits": fits(args, env), "args": asdict(args)}
     part = run / "vae.part"
-    torch.save({**content, "errors": errors}, part)
+    torch.save({**about, "model": model, "errors": errors}, part)
     os.replace(part, run / "vae.pt")
     results = {"command": " ".join(sys.argv), "seconds": time.time() - started, **errors, "args": asdict(args)}
     results["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
@@ -463,9 +484,7 @@ if __name__ == "__main__":
         image = picture(args, one, learner, make_team(args, one, args.seed + 1, understudy=True))
         writer.add_image("pretrain/rebuilt", image, dataformats="HWC")
     writer.close()
-    print(
-        "held-out error {recon:.4f}, divergence {kl:.2f}, inference {inference:.4f}, {states:,} states".format(**errors)
-    )
-    print(
-        f"{time.time() - started:.1f} s; use it with: python omg_iql.py --env-id {args.env_id} --vae {run / 'vae.pt'}"
-    )
+    line = "held-out error {recon:.4f}, divergence {kl:.2f}, inference {inference:.4f}, {states:,} states"
+    print(line.format(**errors))
+    use = f"python omg_iql.py --env-id {args.env_id} --vae {run / 'vae.pt'}"
+    print(f"{time.time() - started:.1f} s; use it with: {use}")
