@@ -64,7 +64,7 @@ class Args:
     pool: tuple[str, ...] = ()
     """run folders of iql.py, vdn.py or qmix.py (patterns will do) that the team's names are found in"""
     seat: str = "rotate"
-    """the learner's seat: rotate, random or a number"""
+    """the learner's seat among others: rotate, random or a number"""
     mix_teammates: bool = False
     """whether every other seat draws its own policy, or one is drawn for all of a match"""
     teammate_epsilon: float = 0.0

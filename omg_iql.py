@@ -65,7 +65,7 @@ class Args:
     pool: tuple[str, ...] = ()
     """run folders of iql.py, vdn.py or qmix.py (patterns will do) that the team's names are found in"""
     seat: str = "rotate"
-    """the learner's seat: rotate, random or a number"""
+    """the learner's seat among others: rotate, random or a number"""
     mix_teammates: bool = False
     """whether every other seat draws its own policy, or one is drawn for all of a match"""
     teammate_epsilon: float = 0.0
@@ -118,9 +118,9 @@ class Args:
     pretrain_updates: int = 1500
     """updates of that pre-training, at most; it stops early when the held-out error no longer falls"""
     model_learning_rate: float = 1e-3
-    """Adam's learning rate for the VAE and the inference model"""
+    """Adam's learning rate for the opponent model"""
     kl_weight: float = 0.001
-    """weight of the divergence beside the reconstruction, in both"""
+    """weight of the divergence beside the reconstruction, in VAE and inference model"""
     latent_dim: int = 64
     """size of a subgoal"""
     horizon: int = 10
@@ -533,7 +533,7 @@ class Learner:
         groups = [{"params": self.parameters}, {"params": self.model_parameters, "lr": args.model_learning_rate}]
         # fused, so that an update that is not finite can be skipped without asking the device
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
-        names = ("td_loss", "q_values", "grad_norm", "bad", "bad_loss")
+        names = ("td_loss", "q_values", "grad_norm", "model_loss", "bad", "bad_loss")
         self.sums = {name: torch.zeros((), device=env.device) for name in names}
         sizes = {"kl": (), "recon": (), "kl_per_dim": args.latent_dim, "selected_k": args.horizon}
         self.model_sums = {name: torch.zeros(size, device=env.device) for name, size in sizes.items()}
@@ -667,7 +667,8 @@ class Learner:
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
-            for name, number in (("td_loss", loss), ("q_values", value), ("grad_norm", norm)):
+            numbers = {"td_loss": loss, "q_values": value, "grad_norm": norm, "model_loss": model_loss}
+            for name, number in numbers.items():
                 self.sums[name] += torch.where(bad > 0, 0.0, number)
             self.sums["bad"] += bad
             self.sums["bad_loss"] += ~torch.isfinite(loss + model_loss)
@@ -680,7 +681,7 @@ class Learner:
         model = {name: total.clone() for name, total in self.model_sums.items()}
         for total in (*self.sums.values(), *self.model_sums.values()):
             total.zero_()
-        return {name: sums[name] for name in ("td_loss", "q_values", "grad_norm")}, model
+        return {name: sums[name] for name in ("td_loss", "q_values", "grad_norm", "model_loss")}, model
 
 
 def states_of(args, batch, obs):
@@ -1165,6 +1166,7 @@ if __name__ == "__main__":
             if time.time() - logged["at"] >= args.log_interval and valid.any():
                 updates, (losses, model) = learner.updates - logged["updates"], learner.report()
                 if updates:
+                    log("omg", {"loss": losses.pop("model_loss") / updates})
                     log("losses", {name: total / updates for name, total in losses.items()})
                     model = {name: total / updates for name, total in model.items()}
                     log("omg", {name: model[name] for name in ("kl", "recon")})

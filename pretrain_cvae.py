@@ -50,7 +50,7 @@ class Args:
     pool: tuple[str, ...] = ()
     """run folders of iql.py, vdn.py or qmix.py (patterns will do) that the team's names are found in"""
     seat: str = "rotate"
-    """the learner's seat, whose view is encoded: rotate, random or a number"""
+    """the learner's seat among others: rotate, random or a number"""
     mix_teammates: bool = False
     """whether every other seat draws its own policy, or one is drawn for all of a match"""
     teammate_epsilon: float = 0.0
@@ -67,9 +67,9 @@ class Args:
     batch_size: int = 32
     """episodes in an update of the inference model"""
     model_learning_rate: float = 1e-3
-    """Adam's learning rate"""
+    """Adam's learning rate for the opponent model"""
     kl_weight: float = 0.001
-    """weight of the divergence beside the reconstruction"""
+    """weight of the divergence beside the reconstruction, in VAE and inference model"""
     latent_dim: int = 64
     """size of a subgoal"""
     subgoal_input: Literal["obs", "state"] = "obs"

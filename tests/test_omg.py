@@ -80,7 +80,7 @@ def episodes(env, lengths, seats, deaths=(), latent=4, seed=1):
 
     own = seats.shape[1]
     batch = {
-        "obs": number(own, env.obs_dim), "state": number(env.state_dim), "reward": number(own),
+        "all_obs": number(env.n_agents, env.obs_dim), "state": number(env.state_dim), "reward": number(own),
         "avail": number(own, env.n_actions) > 0, "all_alive": torch.ones(rows, matches, env.n_agents).bool(),
         "all_action": torch.randint(env.n_actions, (rows, matches, env.n_agents), generator=generator),
         "terminated": torch.zeros(rows, matches, dtype=torch.bool), "mean": number(own, latent),
@@ -91,8 +91,8 @@ def episodes(env, lengths, seats, deaths=(), latent=4, seed=1):
         batch["terminated"][length - 1 :, match] = match % 2 == 0  # the others run into the time limit
     for match, agent, step in deaths:
         batch["all_alive"][step:, match, agent] = False
-    for name in ("action", "alive"):
-        batch[name] = batch[f"all_{name}"].gather(-1, batch["seat"].expand(rows, -1, -1))
+    for name in ("action", "alive", "obs"):
+        batch[name] = torch.stack([batch[f"all_{name}"][:, m, seats[m]] for m in range(matches)], 1)
     return batch
 
 
@@ -125,7 +125,8 @@ def one_hot(index, size):
 def q_step(agents, env, obs, last, seat, subgoal, h):
     x = np.concatenate((obs, one_hot(last, env.n_actions), one_hot(seat, env.n_agents), subgoal))
     h = gru(agents.gru, np.maximum(linear(agents.into, x), 0), h)
-    return linear(agents.out, h), h
+    q = linear(agents.out, h)
+    return q if agents.value is None else linear(agents.value, h) + q - q.mean(), h
 
 
 def gaussian(code, x):
@@ -144,22 +145,58 @@ def kl(mean, log_variance, other_mean, other_log_variance):
     return 0.5 * np.sum(ratio - 1 - np.log(ratio) + (mean - other_mean) ** 2 / np.exp(other_log_variance))
 
 
-def plain_losses(learner, batch):
-    """(TD loss, model's loss) where samples are means, and the subgoal is not mixed."""
-    args, env, model = learner.args, learner.env, learner.model
-    online, target, inference = learner.online["agents"], learner.target["agents"], model["inference"]
-    errors, model_errors = [], []
-    data = {
+def plain(batch):
+    return {
         name: values.double().numpy() if values.is_floating_point() else values.numpy()
         for name, values in batch.items()
     }
+
+
+def td_errors(learner, data, m, place, inferred, same=False):
+    """Of one match and seat; `same`: the bootstrap keeps what was inferred at the step."""
+    args, env, networks = learner.args, learner.env, (learner.online["agents"], learner.target["agents"])
+    seat, length = int(data["seat"][0, m, place]), len(inferred) - 1
+    obs, avail, acted, alive = (data[name][:, m, place] for name in ("obs", "avail", "action", "alive"))
+    states, unrolled = [np.zeros(args.hidden_dim)] * 2, []
+    for t in range(length + 1):
+        step = (obs[t], acted[t - 1] if t else -1, seat, inferred[t])
+        values, states = zip(*(q_step(network, env, *step, h) for network, h in zip(networks, states)))
+        unrolled.append((values, states))
+    following, errors = 0.0, []
+    for t in reversed(range(length)):
+        q, q_target = unrolled[t + 1][0]
+        if same:
+            step = (obs[t + 1], acted[t], seat, inferred[t])
+            q, q_target = (q_step(network, env, *step, h)[0] for network, h in zip(networks, unrolled[t][1]))
+        bootstrap = q_target[np.argmax(np.where(avail[t + 1], q, -np.inf))]
+        if t == length - 1:
+            following = bootstrap
+        goal = data["reward"][t, m, place]
+        if not data["terminated"][t, m] and (env.team_reward or alive[t + 1]):
+            goal += args.gamma * ((1 - args.td_lambda) * bootstrap + args.td_lambda * following)
+        following = goal
+        if env.team_reward or alive[t]:
+            errors.append(unrolled[t][0][0][acted[t]] - goal)
+    return errors
+
+
+def order_of(env, seat):
+    """The learner's seat, then the others as its observation has them."""
+    if env.ego_first:
+        return [(seat + a) % env.n_agents for a in range(env.n_agents)]
+    return [seat, *(a for a in range(env.n_agents) if a != seat)]
+
+
+def plain_losses(learner, batch):
+    """(TD loss, model's loss) where samples are means, and the subgoal is not mixed."""
+    args, env, model = learner.args, learner.env, learner.model
+    online, inference, data = learner.online["agents"], model["inference"], plain(batch)
+    errors, model_errors = [], []
     for m, length in enumerate(batch["lengths"].tolist()):
         for place, seat in enumerate(batch["seat"][0, m].tolist()):
             alive = [bool(data["alive"][t, m, place]) for t in range(length + 1)]
             last_there = sum(alive) - 1
-            order = [seat, *(a for a in range(env.n_agents) if a != seat)]
-            if env.ego_first:
-                order = [(seat + a) % env.n_agents for a in range(env.n_agents)]
+            order = order_of(env, seat)
             obs, avail, acted = data["obs"][:, m, place], data["avail"][:, m, place], data["all_action"][:, m]
             view = obs if args.subgoal_input == "obs" else data["state"][:, m]
 
@@ -168,10 +205,12 @@ def plain_losses(learner, batch):
                 done = [one_hot(acted[t - 1, a] if t else -1, env.n_actions) for a in order]
                 before = obs[t - 1] if t else np.zeros(env.obs_dim)
                 memory = gru(inference.past, np.concatenate((before, *done)), memory)
-                x = np.concatenate((np.maximum(linear(inference.now, obs[t]), 0), memory))
+                now = np.maximum(linear(inference.now, obs[t]), 0)
+                x = np.concatenate((now, memory))
                 code = gaussian(inference.code, np.maximum(linear(inference.encoder, x), 0))
                 x = np.maximum(linear(inference.decoder, np.concatenate((code[0], memory))), 0)
-                inferred.append((*code, np.mean((linear(inference.out, x) - obs[t]) ** 2)))
+                wanted = now if args.reconstruct == "features" else obs[t]
+                inferred.append((*code, np.mean((linear(inference.out, x) - wanted) ** 2)))
 
             lasts = [-1, *acted[:, seat]]
             h, selected = np.zeros(args.hidden_dim), []
@@ -194,30 +233,7 @@ def plain_losses(learner, batch):
             use_selected = args.q_subgoal == "selected" and args.mix == "q-input"
             subgoals = [selected[t][0] if use_selected else inferred[t][0] for t in range(length)]
             subgoals.append(inferred[length][0])
-            h, g, unrolled = np.zeros(args.hidden_dim), np.zeros(args.hidden_dim), []
-            for t in range(length + 1):
-                q, h = q_step(online, env, obs[t], lasts[t], seat, subgoals[t], h)
-                q_target, g = q_step(target, env, obs[t], lasts[t], seat, subgoals[t], g)
-                unrolled.append((q, q_target, h, g))
-            following = 0.0
-            for t in reversed(range(length)):
-                q, q_target, *_ = unrolled[t + 1]
-                if args.bootstrap_subgoal == "same":
-                    step = (obs[t + 1], acted[t, seat], seat, subgoals[t])
-                    q, q_target = (
-                        q_step(network, env, *step, state)[0]
-                        for network, state in zip((online, target), unrolled[t][2:])
-                    )
-                bootstrap = q_target[np.argmax(np.where(avail[t + 1], q, -np.inf))]
-                ended = data["terminated"][t, m] or not (env.team_reward or alive[t + 1])
-                if t == length - 1:
-                    following = bootstrap
-                goal = data["reward"][t, m, place]
-                if not ended:
-                    goal += args.gamma * ((1 - args.td_lambda) * bootstrap + args.td_lambda * following)
-                following = goal
-                if env.team_reward or alive[t]:
-                    errors.append(unrolled[t][0][acted[t, seat]] - goal)
+            errors += td_errors(learner, data, m, place, subgoals, args.bootstrap_subgoal == "same")
     return np.mean(np.square(errors)), np.mean(model_errors)
 
 
@@ -225,7 +241,7 @@ VARIANTS = (
     {}, {"subgoal_mode": "conservative"}, {"q_subgoal": "inferred"}, {"q_subgoal": "selected"},
     {"bootstrap_subgoal": "next", "q_subgoal": "selected"}, {"bootstrap_subgoal": "next"}, {"subgoal_input": "state"},
     {"mix": "kl-target", "q_subgoal": "inferred"}, {"mix": "kl-target", "q_subgoal": "selected"}, {"td_lambda": 0.0},
-    {"horizon": 12},
+    {"horizon": 12}, {"dueling": True}, {"reconstruct": "features"},
 )  # fmt: skip
 
 
@@ -443,7 +459,9 @@ def gradients(learner, batch, which):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"q_subgoal": "selected"}, {"inference": "mlp"}, {"mix": "kl-target"}], ids=str
+    "changes",
+    [{}, {"q_subgoal": "selected"}, {"inference": "mlp"}, {"mix": "kl-target"}, {"reconstruct": "features"}],
+    ids=str,
 )
 def test_each_loss_teaches_its_own_network(omg, changes):
     env = sizes()
@@ -777,22 +795,22 @@ def test_arguments_that_make_no_sense_are_refused(omg, changes, says):
 
 # ---- whole runs ----
 TINY = {
-    "num-envs": 8, "batch-size": 4, "buffer-size": 16, "pretrain-timesteps": 200, "pretrain-updates": 10,
-    "total-timesteps": 400, "eval-interval": 300, "eval-episodes": 8, "final-eval-episodes": 8, "hidden-dim": 16,
-    "latent-dim": 8, "updates-per-round": 2, "log-interval": 0.001,
+    "num-envs": 8, "batch-size": 4, "buffer-size": 16, "total-timesteps": 400, "eval-interval": 300,
+    "eval-episodes": 8, "final-eval-episodes": 8, "hidden-dim": 16, "updates-per-round": 2, "log-interval": 0.001,
 }  # fmt: skip
+PRETRAINED = {"pretrain-timesteps": 200, "pretrain-updates": 10, "latent-dim": 8}
 
 
-def run(folder, *arguments, stops=False):
+def run(folder, *arguments, stops=False, script="omg_iql"):
     """Runs the script; returns its folder."""
     before = set(folder.glob("*"))
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    settings = {} if "--resume" in arguments else TINY  # a run that goes on has its own
+    settings = {} if "--resume" in arguments else TINY | (PRETRAINED if script == "omg_iql" else {})
     tiny = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    argv, sys.argv = sys.argv, ["omg_iql.py", *tiny, "--run-root", str(folder), *arguments]
+    argv, sys.argv = sys.argv, [f"{script}.py", *tiny, "--run-root", str(folder), *arguments]
     try:
         with pytest.raises(SystemExit, match="stopped at step") if stops else contextlib.nullcontext():
-            runpy.run_path(str(ROOT / "omg_iql.py"), run_name="__main__")
+            runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
     finally:
         sys.argv = argv
         torch.use_deterministic_algorithms(False)
@@ -805,14 +823,14 @@ def results(folder):
     return json.loads((folder / "results.json").read_text())
 
 
-def same_runs(one, other):
+def same_runs(one, other, about="omg"):
     """Bit by bit: everything that was learned, and every evaluation."""
     first, second = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (one, other))
     for which in ("online", "target", "model"):
         for name, weights in first[which].items():
             for key, values in weights.items():
                 assert torch.equal(values, second[which][name][key]), (which, name, key)
-    for key in ("final", "omg", "steps", "episodes", "updates"):
+    for key in ("final", about, "steps", "episodes", "updates"):
         assert results(one)[key] == results(other)[key]
     evals = [
         [(e["steps"], e["win_rate"], e["episodic_return"]) for e in results(folder)["evals"]] for folder in (one, other)
@@ -946,106 +964,3 @@ def test_a_run_starts_from_a_pretrained_file(whole, tmp_path):
         torch.testing.assert_close(weights, later["model"]["inference"][key], rtol=0, atol=0.02)
     with pytest.raises(SystemExit, match="this run needs"):
         run(tmp_path, "--env-id", "stag_hunt_4x4", "--vae", file, "--subgoal-input", "state")
-
-
-# ---- it works ----
-ROUNDS = 40
-
-
-class TwoGoals:
-    """Two players walk in the fog, left or right. Who guesses in step 3 where the other goes earns 1.
-
-    Until then only the other's moves tell; afterwards everyone sees where the other has gone.
-    """
-
-    name, policies, simulated, team_reward, ego_first = "two_goals", ("left", "right"), True, False, False
-    n_agents, n_actions, obs_dim, state_dim, episode_limit = 2, 2, 9, 1, 6
-
-    def __init__(self, num_envs):
-        self.num_envs, self.device, self.t = num_envs, torch.device("cpu"), 0
-        self.obs, self.reward = torch.zeros(num_envs, 2, 9), torch.zeros(num_envs, 2)
-        self.actions = torch.zeros(num_envs, 2, dtype=torch.long)
-        self.terminated, yes = torch.zeros(num_envs, dtype=torch.bool), torch.ones(num_envs, 2, dtype=torch.bool)
-        no = torch.zeros_like(self.terminated)
-        self.info = {"avail": yes.unsqueeze(-1).expand(-1, -1, 2), "alive": yes, "won": no, "invalid": no}
-
-    def look(self):
-        self.obs.zero_()
-        self.obs[:, :, self.t] = 1
-        if self.t > 3:
-            self.obs[:, :, 7:] = torch.nn.functional.one_hot(self.goals.flip(1), 2)
-        return self.obs
-
-    def reset(self):
-        self.t = 0
-        self.terminated.fill_(False)
-        return self.look(), self.info
-
-    def scripted_actions(self, policy):
-        return policy
-
-    def step(self, actions):
-        if self.t == 0:
-            self.goals = actions.clone()
-        self.reward.copy_((actions == self.goals.flip(1)) * (self.t == 3))
-        self.t = min(self.t + 1, 6)
-        self.terminated.fill_(self.t == 6)
-        return self.look(), self.reward, self.terminated, torch.zeros_like(self.terminated), self.info
-
-
-def test_a_world_without_places_is_analysed_as_far_as_it_goes(omg):
-    torch.manual_seed(0)
-    args, env = omg.Args(latent_dim=8), TwoGoals(64)
-    learner = omg.Learner(args, env)
-    networks = learner.online["agents"], learner.model["inference"]
-    rollout = omg.Rollout(env, *networks, omg.SEEN, omg.make_team(args, env, 1))
-    rollout.play(0.0)
-    found = omg.analyse(args, learner, rollout)
-    assert found.keys() == {"q_sensitivity", "teammate_probe", "next_action_probe"} and found["q_sensitivity"] > 0
-    assert found["teammate_probe"] > 0.8  # what the other has done is remembered even at random, and tells who it is
-    assert found["teammate_probe"] == found["next_action_probe"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("told", [True, False])
-def test_a_q_network_without_memory_acts_on_what_the_model_remembers(omg, monkeypatch, told):
-    class Forgetful(omg.Agents):
-        """Every step is the first. Without the subgoal this is independent Q-learning without memory."""
-
-        def forward(self, obs, last_action, seat, subgoal, h):
-            steps, rows = len(obs), [x.flatten(0, 1).unsqueeze(0) for x in (obs, last_action, subgoal * told)]
-            start = torch.zeros(h.shape[0] * steps, *h.shape[1:])
-            q, states = super().forward(*rows[:2], seat.repeat(steps, 1), rows[2], start)
-            return q.view(*obs.shape[:-1], -1), states.view(*obs.shape[:-1], -1)
-
-    monkeypatch.setattr(omg, "Agents", Forgetful)
-    torch.manual_seed(1)
-    args = omg.Args(
-        num_envs=64, batch_size=32, buffer_size=1024, hidden_dim=32, latent_dim=8, td_lambda=0.0, horizon=3,
-        pretrain_timesteps=6000, pretrain_updates=400, total_timesteps=64 * 6 * ROUNDS,
-    )  # fmt: skip
-    omg.check(args)
-    env = TwoGoals(64)
-    learner = omg.Learner(args, env)
-    kept = ("obs", "avail", "alive", "action", "terminated")
-    rollouts = [
-        omg.Rollout(
-            env,
-            omg.make_team(args, env, 1, understudy),
-            learner.online["agents"],
-            learner.model["inference"],
-            args,
-            kept,
-        )
-        for understudy in (True, False)
-    ]
-    omg.pretrain(args, learner, rollouts[0])
-    buffer = omg.Buffer(rollouts[1].story, args.buffer_size, env.device, 1)
-    for round in range(ROUNDS):
-        learner.mix_chance.fill_(max(0.5 - round / ROUNDS, 0))
-        _, lengths, _, valid = rollouts[1].play(epsilon=max(1 - 2 * round / ROUNDS, 0.05))
-        buffer.add(rollouts[1].story, lengths, valid)
-        learner.learn(buffer, 8)
-    earned = omg.evaluate(rollouts[1], 256)[0].mean().item()
-    print(f"told: {told}, right: {earned:.3f}")
-    assert earned > 0.95 if told else 0.4 < earned < 0.6
