@@ -59,8 +59,8 @@ class Args:
     """the environment: see envs.list_ids()"""
     n_agents: int | None = None
     """number of agents, where the environment leaves it open"""
-    team: str | None = None
-    """who sits where, such as 7qmix1naive_om, 3NH1naive_om or self (default: one learner among scripted others)"""
+    team: str = "scripted"
+    """who sits where: scripted (one learner among scripted others), self (all learn), or such as 7qmix1naive_om"""
     pool: tuple[str, ...] = ()
     """run folders of iql.py, vdn.py or qmix.py (patterns will do) that the team's names are found in"""
     seat: str = "rotate"
@@ -94,8 +94,8 @@ class Args:
     """episodes in the replay buffer (default: 8192 on the GPU, 4096 on the CPU)"""
     buffer_device: str = "same"
     """where the replay buffer is kept: same (as the networks) or cpu"""
-    batch_size: int = 32
-    """episodes in an update"""
+    batch_size: int | None = None
+    """episodes in an update (default: 64 on the GPU, 32 on the CPU)"""
     updates_per_round: int | None = None
     """updates after each round of num_envs episodes (default: 16 on the GPU, 8 on the CPU)"""
     start_e: float = 1.0
@@ -128,8 +128,7 @@ import envs  # noqa: E402
 from envs.team import Team, sizes_of  # noqa: E402
 
 CHUNK = 8  # steps between two looks at whether all matches are over; lengths of updates are multiples of it
-
-
+OF_THE_STEP = ("action", "all_action", "reward", "terminated")  # what a story has of the step itself
 SEEN = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # what `analyse` looks at
 
 
@@ -155,6 +154,7 @@ def check(args):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
     usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "updates_per_round": (16, 8)}
+    usual["batch_size"] = (64, 32)
     usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64)
     for name, (on_gpu, on_cpu) in usual.items():
         if getattr(args, name) is None:
@@ -260,6 +260,11 @@ def best_action(q, avail):
     return q.masked_fill(~avail, -1e9).argmax(-1)
 
 
+def value_of(action, q):
+    """(...), (..., actions) -> (...): what a gather gives, but its gradient is quick to take in a fixed order too."""
+    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
+
+
 def lambda_returns(reward, bootstrap, ended, last, gamma, td_lambda):
     """(time, ...) targets: r + gamma * ((1 - lambda) * bootstrap + lambda * the next target).
 
@@ -309,7 +314,8 @@ class Rollout:
         rows, own = -(-env.episode_limit // CHUNK) * CHUNK + 1, self.team.own.shape
         fields = self.mine(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
         self.story = {name: fields[name].new_zeros((rows, *fields[name].shape)) for name in ("reward", *kept)}
-        self.t, self.epsilon = torch.zeros(1, dtype=torch.long, device=device), torch.zeros((), device=device)
+        self.part = {name: torch.zeros_like(values[:CHUNK]) for name, values in self.story.items()}
+        self.epsilon = torch.zeros((), device=device)
         self.story["seat"] = self.team.own.unsqueeze(0)  # the same at all times of a match
         self.h, self.last_action = agents.start(*own), torch.zeros_like(env.actions)
         self.memory, self.last_obs = inference.start(*own), torch.zeros_like(fields["obs"])
@@ -324,9 +330,9 @@ class Rollout:
         everybody = {f"all_{name}": values[name] for name in agents if name in values}
         return everybody | {name: self.team.mine(value) if name in agents else value for name, value in values.items()}
 
-    def write(self, when, **values):
-        for name in self.story.keys() & values.keys():
-            self.story[name].index_copy_(0, when, values[name].unsqueeze(0))
+    def write(self, where, row, values):
+        for name in where.keys() & values.keys():
+            where[name][row] = values[name]
 
     @torch.no_grad()
     def act(self):
@@ -346,12 +352,11 @@ class Rollout:
 
     @torch.no_grad()
     def steps(self):
-        for _ in range(CHUNK):
+        for row in range(CHUNK):
             action = self.act()
             obs, reward, terminated, truncated, info = self.env.step(action)
-            self.write(self.t, **self.mine(action=action, reward=reward, terminated=terminated))
-            self.t += 1
-            self.write(self.t, **self.mine(obs=obs, **info))
+            step = self.mine(action=action, reward=reward, terminated=terminated, obs=obs, **info)
+            self.write(self.part, row, step)
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
 
@@ -359,14 +364,17 @@ class Rollout:
         """One episode of every match: (returns (matches, seats), lengths, won, valid), there until the next call."""
         self.team.draw()
         obs, info = self.env.reset()
-        for tensor in (self.t, self.h, self.memory, self.last_obs, self.lengths, self.story["reward"]):
+        for tensor in (self.h, self.memory, self.last_obs, self.lengths, self.story["reward"]):
             tensor.zero_()
         self.last_action.fill_(-1)
         self.running.fill_(True)
         self.epsilon.fill_(epsilon)
-        self.write(self.t, **self.mine(obs=obs, **info))
-        for _ in range(0, self.env.episode_limit, CHUNK):
+        self.write(self.story, 0, self.mine(obs=obs, **info))
+        for t in range(0, self.env.episode_limit, CHUNK):
             self.chunk()
+            for name, values in self.part.items():
+                first = t if name in OF_THE_STEP else t + 1  # the rest is seen after the step
+                self.story[name][first : first + CHUNK] = values
             if not self.running.any():
                 break
         return self.story["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
@@ -388,7 +396,8 @@ class Buffer:
             name: torch.zeros((len(values), size, *values.shape[2:]), dtype=values.dtype, device=device)
             for name, values in story.items()
         }
-        self.lengths, self.cursor = torch.zeros(size, dtype=torch.long), 0  # 0: nothing there
+        self.device, self.cursor = device, 0
+        self.lengths = torch.zeros(size, dtype=torch.long)  # 0: nothing there
         self.generator = torch.Generator().manual_seed(seed)
 
     def add(self, story, lengths, valid):
@@ -398,18 +407,20 @@ class Buffer:
         if len(keep) == 0:
             return
         slots = (torch.arange(len(keep)) + self.cursor) % len(self.lengths)
-        rows = int(lengths.max()) + 1
+        rows, places = int(lengths.max()) + 1, slots.to(self.device)
         for name, values in story.items():
             data = self.data[name]
             episodes = values[:rows] if len(keep) == len(lengths) else values[:rows, keep.to(values.device)]
-            data[:rows].index_copy_(1, slots.to(data.device), episodes.to(data.device))
+            data[:rows].index_copy_(1, places, episodes.to(self.device))
         self.lengths[slots] = lengths[keep]
         self.cursor = (self.cursor + len(keep)) % len(self.lengths)
 
-    def sample(self, count):
-        """The numbers of `count` different episodes."""
+    def sample(self, batches, count):
+        """(batches, 2, count): numbers and lengths of episodes, no two alike in a batch."""
         there = self.lengths.nonzero().flatten()
-        return there[torch.randperm(len(there), generator=self.generator)[:count]]
+        orders = [torch.randperm(len(there), generator=self.generator)[:count] for _ in range(batches)]
+        episodes = there[torch.stack(orders)]
+        return torch.stack((episodes, self.lengths[episodes]), 1)
 
 
 def spread(mask, values):
@@ -435,24 +446,25 @@ class Learner:
         names = ("td_loss", "q_values", "grad_norm", "model_loss", "bad", "bad_loss")
         self.sums = {name: torch.zeros((), device=env.device) for name in names}
 
-    def learn(self, buffer):
-        """One update from a batch of episodes."""
-        chosen = buffer.sample(self.args.batch_size)
-        steps = -(-int(buffer.lengths[chosen].max()) // CHUNK) * CHUNK
+    def learn(self, buffer, updates):
+        """Updates, each from a batch of episodes."""
+        chosen = buffer.sample(updates, self.args.batch_size)
+        longest = chosen[:, 1].amax(1).tolist()
         if not self.batch:
-            shapes = {name: (len(data), len(chosen), *data.shape[2:]) for name, data in buffer.data.items()}
-            self.batch = {
-                name: data.new_empty(shapes[name], device=self.env.device) for name, data in buffer.data.items()
-            }
-            self.batch["lengths"] = torch.zeros_like(chosen, device=self.env.device)
-        for name, data in buffer.data.items():
-            self.batch[name][: steps + 1] = data[: steps + 1].index_select(1, chosen.to(data.device))
-        self.batch["lengths"].copy_(buffer.lengths[chosen])
-        if steps not in self.graphs:
-            part = {name: data[: steps + 1] if name != "lengths" else data for name, data in self.batch.items()}
-            self.graphs[steps] = Graphed(lambda: self.update(part), self.env.device)
-        self.graphs[steps]()
-        self.updates += 1
+            for name, data in buffer.data.items():
+                shape = (len(data), chosen.shape[-1], *data.shape[2:])
+                self.batch[name] = data.new_empty(shape, device=self.env.device)
+            self.batch["lengths"] = torch.zeros_like(chosen[0, 1], device=self.env.device)
+        for (episodes, lengths), steps in zip(chosen.to(buffer.device), longest):  # moved at once: each move waits
+            steps = -(-steps // CHUNK) * CHUNK
+            for name, data in buffer.data.items():
+                self.batch[name][: steps + 1] = data[: steps + 1].index_select(1, episodes)
+            self.batch["lengths"].copy_(lengths)
+            if steps not in self.graphs:
+                part = {name: data[: steps + 1] if name != "lengths" else data for name, data in self.batch.items()}
+                self.graphs[steps] = Graphed(lambda part=part: self.update(part), self.env.device)
+            self.graphs[steps]()
+            self.updates += 1
 
     def inputs(self, batch):
         """(obs, own last actions, steps left) of episodes, time first; obs is 0 where nobody is there to see."""
@@ -482,7 +494,7 @@ class Learner:
         """(what goes into the Q-network at every row of episodes, the model's loss, what it got right)"""
         inferred, _, logs = self.infer(obs, batch["all_action"][:-1], batch["seat"][0])
         _, action, mask = self.others(batch, time_left)
-        loss = spread(mask, -logs[:-1].gather(-1, action.unsqueeze(-1)).squeeze(-1))
+        loss = spread(mask, -value_of(action, logs[:-1]))
         return inferred, loss, {"action_accuracy": spread(mask, (logs[:-1].argmax(-1) == action).float())}
 
     # ALGO LOGIC: the losses
@@ -493,10 +505,10 @@ class Learner:
         start, seat = self.online["agents"].start(*action.shape[1:]), batch["seat"][0]
         inferred, model_loss, _ = self.model_loss(batch, obs, before, time_left)
         q, _ = self.online["agents"](obs, before, start, seat, inferred)  # (steps + 1, matches, seats, actions)
-        chosen = q[:-1].gather(-1, action.unsqueeze(-1)).squeeze(-1)  # (steps, matches, seats)
+        chosen = value_of(action, q[:-1])  # (steps, matches, seats)
         with torch.no_grad():
             target_q, _ = self.target["agents"](obs, before, start, seat, inferred)
-            following = target_q.gather(-1, best_action(q, avail).unsqueeze(-1)).squeeze(-1)[1:]
+            following = value_of(best_action(q, avail), target_q)[1:]
             ended, mask, last = batch["terminated"][:-1], time_left[:-1] > 0, time_left[:-1] == 1
             ended, mask, last = (flags.unsqueeze(-1).expand_as(reward) for flags in (ended, mask, last))
             if not self.env.team_reward:  # an agent's own game ends when it leaves
@@ -744,6 +756,8 @@ def restore(run, args, learner, buffer, rollouts):
 
 def as_before(args):
     """The arguments of the run to resume; whoever gives others is told which."""
+    if args.init:
+        raise SystemExit("--init starts a new run and --resume goes on with an old one: give one of them")
     path = Path(args.resume) / "checkpoint.pt"
     if not path.exists():
         raise SystemExit(f"--resume {args.resume}: there is no checkpoint.pt")
@@ -752,7 +766,8 @@ def as_before(args):
         raise SystemExit(f"--resume {args.resume} is a run of {saved['algorithm']}.py")
     if saved["progress"]["complete"]:
         raise SystemExit(f"--resume {args.resume}: that run is complete")
-    usual, given, before = asdict(Args()), asdict(args), saved["args"]
+    usual, given = asdict(Args()), asdict(args)
+    before = {**usual, **saved["args"]}  # an older run may lack an option
     free = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")
     wrong = [name for name in given if name not in free and given[name] not in (usual[name], before[name])]
     if wrong:
@@ -829,8 +844,7 @@ if __name__ == "__main__":
             returns, lengths, won, valid = rollout.play(epsilon)
             buffer.add(rollout.story, lengths, valid)
             if (buffer.lengths > 0).sum() >= args.batch_size:
-                for _ in range(args.updates_per_round):
-                    learner.learn(buffer)
+                learner.learn(buffer, args.updates_per_round)
 
             steps = int(lengths.sum())
             progress["steps"] += steps

@@ -60,8 +60,8 @@ class Args:
     """the environment: see envs.list_ids()"""
     n_agents: int | None = None
     """number of agents, where the environment leaves it open"""
-    team: str | None = None
-    """who sits where, such as 7qmix1omg, 3NH1omg or self (default: one learner among scripted others)"""
+    team: str = "scripted"
+    """who sits where: scripted (one learner among scripted others), self (all learn), or such as 7qmix1omg"""
     pool: tuple[str, ...] = ()
     """run folders of iql.py, vdn.py or qmix.py (patterns will do) that the team's names are found in"""
     seat: str = "rotate"
@@ -161,8 +161,14 @@ import envs  # noqa: E402
 from envs.team import Team, sizes_of  # noqa: E402
 
 CHUNK = 8  # steps between two looks at whether all matches are over; lengths of updates are multiples of it
-
-
+OF_THE_STEP = (
+    "action",
+    "all_action",
+    "reward",
+    "terminated",
+    "mean",
+    "log_variance",
+)  # what a story has of the step itself
 SEEN = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # what `analyse` looks at
 
 
@@ -348,6 +354,11 @@ def best_action(q, avail):
     return q.masked_fill(~avail, -1e9).argmax(-1)
 
 
+def value_of(action, q):
+    """(...), (..., actions) -> (...): what a gather gives, but its gradient is quick to take in a fixed order too."""
+    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
+
+
 def lambda_returns(reward, bootstrap, ended, last, gamma, td_lambda):
     """(time, ...) targets: r + gamma * ((1 - lambda) * bootstrap + lambda * the next target).
 
@@ -398,7 +409,8 @@ class Rollout:
         fields = self.mine(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
         fields["mean"] = fields["log_variance"] = torch.zeros(*own, inference.latent, device=device)
         self.story = {name: fields[name].new_zeros((rows, *fields[name].shape)) for name in ("reward", *kept)}
-        self.t, self.epsilon = torch.zeros(1, dtype=torch.long, device=device), torch.zeros((), device=device)
+        self.part = {name: torch.zeros_like(values[:CHUNK]) for name, values in self.story.items()}
+        self.epsilon = torch.zeros((), device=device)
         self.story["seat"] = self.team.own.unsqueeze(0)  # the same at all times of a match
         self.h, self.last_action = agents.start(*own), torch.zeros_like(env.actions)
         self.memory, self.last_obs = inference.start(*own), torch.zeros_like(fields["obs"])
@@ -413,9 +425,9 @@ class Rollout:
         everybody = {f"all_{name}": values[name] for name in agents if name in values}
         return everybody | {name: self.team.mine(value) if name in agents else value for name, value in values.items()}
 
-    def write(self, when, **values):
-        for name in self.story.keys() & values.keys():
-            self.story[name].index_copy_(0, when, values[name].unsqueeze(0))
+    def write(self, where, row, values):
+        for name in where.keys() & values.keys():
+            where[name][row] = values[name]
 
     @torch.no_grad()
     def act(self):
@@ -435,13 +447,12 @@ class Rollout:
 
     @torch.no_grad()
     def steps(self):
-        for _ in range(CHUNK):
+        for row in range(CHUNK):
             action = self.act()
             obs, reward, terminated, truncated, info = self.env.step(action)
-            self.write(self.t, **self.mine(action=action, reward=reward, terminated=terminated))
-            self.write(self.t, mean=self.code[0][0], log_variance=self.code[1][0])
-            self.t += 1
-            self.write(self.t, **self.mine(obs=obs, **info))
+            step = self.mine(action=action, reward=reward, terminated=terminated, obs=obs, **info)
+            self.write(self.part, row, step)
+            self.write(self.part, row, {"mean": self.code[0][0], "log_variance": self.code[1][0]})
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
 
@@ -449,14 +460,17 @@ class Rollout:
         """One episode of every match: (returns (matches, seats), lengths, won, valid), there until the next call."""
         self.team.draw()
         obs, info = self.env.reset()
-        for tensor in (self.t, self.h, self.memory, self.last_obs, self.lengths, self.story["reward"]):
+        for tensor in (self.h, self.memory, self.last_obs, self.lengths, self.story["reward"]):
             tensor.zero_()
         self.last_action.fill_(-1)
         self.running.fill_(True)
         self.epsilon.fill_(epsilon)
-        self.write(self.t, **self.mine(obs=obs, **info))
-        for _ in range(0, self.env.episode_limit, CHUNK):
+        self.write(self.story, 0, self.mine(obs=obs, **info))
+        for t in range(0, self.env.episode_limit, CHUNK):
             self.chunk()
+            for name, values in self.part.items():
+                first = t if name in OF_THE_STEP else t + 1  # the rest is seen after the step
+                self.story[name][first : first + CHUNK] = values
             if not self.running.any():
                 break
         return self.story["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
@@ -639,14 +653,14 @@ class Learner:
         start, seat = self.online["agents"].start(*action.shape[1:]), batch["seat"][0]
         subgoal, model_loss = self.model_loss(batch, obs, before, time_left)
         q, h = self.online["agents"](obs, before, start, seat, subgoal)  # (steps + 1, matches, seats, actions)
-        chosen = q[:-1].gather(-1, action.unsqueeze(-1)).squeeze(-1)  # (steps, matches, seats)
+        chosen = value_of(action, q[:-1])  # (steps, matches, seats)
         with torch.no_grad():
             target_q, target_h = self.target["agents"](obs, before, start, seat, subgoal)
             q, target_q = q[1:], target_q[1:]
             if self.args.bootstrap_subgoal == "same":  # the next step's values with this step's subgoal
                 q = single(self.online["agents"], obs[1:], action, h[:-1], seat, subgoal[:-1])
                 target_q = single(self.target["agents"], obs[1:], action, target_h[:-1], seat, subgoal[:-1])
-            following = target_q.gather(-1, best_action(q, avail[1:]).unsqueeze(-1)).squeeze(-1)
+            following = value_of(best_action(q, avail[1:]), target_q)
             ended, mask, last = batch["terminated"][:-1], time_left[:-1] > 0, time_left[:-1] == 1
             ended, mask, last = (flags.unsqueeze(-1).expand_as(reward) for flags in (ended, mask, last))
             if not self.env.team_reward:  # an agent's own game ends when it leaves
@@ -1060,6 +1074,8 @@ def restore(run, args, learner, buffer, rollouts):
 
 def as_before(args):
     """The arguments of the run to resume; whoever gives others is told which."""
+    if args.init:
+        raise SystemExit("--init starts a new run and --resume goes on with an old one: give one of them")
     path = Path(args.resume) / "checkpoint.pt"
     if not path.exists():
         raise SystemExit(f"--resume {args.resume}: there is no checkpoint.pt")
@@ -1068,7 +1084,8 @@ def as_before(args):
         raise SystemExit(f"--resume {args.resume} is a run of {saved['algorithm']}.py")
     if saved["progress"]["complete"]:
         raise SystemExit(f"--resume {args.resume}: that run is complete")
-    usual, given, before = asdict(Args()), asdict(args), saved["args"]
+    usual, given = asdict(Args()), asdict(args)
+    before = {**usual, **saved["args"]}  # an older run may lack an option
     free = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")
     wrong = [name for name in given if name not in free and given[name] not in (usual[name], before[name])]
     if wrong:

@@ -45,8 +45,8 @@ class Args:
     """the environment: see envs.list_ids()"""
     n_agents: int | None = None
     """number of agents, where the environment leaves it open"""
-    team: str | None = None
-    """who sits where, such as 7qmix1omg, 3NH1omg (default: scripted policies)"""
+    team: str = "scripted"
+    """who sits where: scripted (one learner among scripted others), or such as 7qmix1omg"""
     pool: tuple[str, ...] = ()
     """run folders of iql.py, vdn.py or qmix.py (patterns will do) that the team's names are found in"""
     seat: str = "rotate"
@@ -265,9 +265,10 @@ class Rollout:
         rows = -(-env.episode_limit // CHUNK) * CHUNK + 1
         fields = self.mine(action=env.actions, obs=env.obs, **env.info)
         self.story = {name: fields[name].new_zeros((rows, *fields[name].shape)) for name in kept}
+        self.part = {name: torch.zeros_like(values[:CHUNK]) for name, values in self.story.items()}
         self.story["seat"] = self.team.own.unsqueeze(0)  # the same at all times of a match
-        self.t, self.last_action = torch.zeros(1, dtype=torch.long, device=device), torch.zeros_like(env.actions)
-        self.running, self.lengths = torch.zeros_like(env.terminated), torch.zeros_like(env.actions[:, 0])
+        self.last_action, self.lengths = torch.zeros_like(env.actions), torch.zeros_like(env.actions[:, 0])
+        self.running = torch.zeros_like(env.terminated)
         self.chunk = Graphed(self.steps, device) if env.simulated else self.steps
         env.reset()
 
@@ -277,18 +278,16 @@ class Rollout:
         everybody = {f"all_{name}": values[name] for name in agents if name in values}
         return everybody | {name: self.team.mine(value) if name in agents else value for name, value in values.items()}
 
-    def write(self, when, **values):
-        for name in self.story.keys() & values.keys():
-            self.story[name].index_copy_(0, when, values[name].unsqueeze(0))
+    def write(self, where, row, values):
+        for name in where.keys() & values.keys():
+            where[name][row] = values[name]
 
     @torch.no_grad()
     def steps(self):
-        for _ in range(CHUNK):
+        for row in range(CHUNK):
             action = self.team.complete(torch.zeros_like(self.team.own), self.last_action)
             obs, _, terminated, truncated, info = self.env.step(action)
-            self.write(self.t, **self.mine(action=action))
-            self.t += 1
-            self.write(self.t, **self.mine(obs=obs, **info))
+            self.write(self.part, row, self.mine(action=action, obs=obs, **info))
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
             self.last_action.copy_(action)
@@ -297,13 +296,15 @@ class Rollout:
         """One episode of every match: (lengths, valid), there until the next call."""
         self.team.draw()
         obs, info = self.env.reset()
-        for tensor in (self.t, self.lengths):
-            tensor.zero_()
+        self.lengths.zero_()
         self.last_action.fill_(-1)
         self.running.fill_(True)
-        self.write(self.t, **self.mine(obs=obs, **info))
-        for _ in range(0, self.env.episode_limit, CHUNK):
+        self.write(self.story, 0, self.mine(obs=obs, **info))
+        for t in range(0, self.env.episode_limit, CHUNK):
             self.chunk()
+            for name, values in self.part.items():
+                first = t + (name not in ("action", "all_action"))  # the rest is seen after the step
+                self.story[name][first : first + CHUNK] = values
             if not self.running.any():
                 break
         return self.lengths, ~info["invalid"]

@@ -125,6 +125,7 @@ import envs  # noqa: E402
 from envs.team import Team, sizes_of  # noqa: E402
 
 CHUNK = 8  # steps between two looks at whether all matches are over; lengths of updates are multiples of it
+OF_THE_STEP = ("action", "reward", "terminated")  # what a story has of the step itself
 
 
 def check(args):
@@ -256,6 +257,11 @@ def best_action(q, avail):
     return q.masked_fill(~avail, -1e9).argmax(-1)
 
 
+def value_of(action, q):
+    """(...), (..., actions) -> (...): what a gather gives, but its gradient is quick to take in a fixed order too."""
+    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
+
+
 def lambda_returns(reward, bootstrap, ended, last, gamma, td_lambda):
     """(time, ...) targets: r + gamma * ((1 - lambda) * bootstrap + lambda * the next target).
 
@@ -353,7 +359,7 @@ class Rollout:
         for t in range(0, self.env.episode_limit, CHUNK):
             self.chunk()
             for name, values in self.part.items():
-                first = t + (name not in ("action", "reward", "terminated"))  # the rest is seen after the step
+                first = t if name in OF_THE_STEP else t + 1  # the rest is seen after the step
                 self.story[name][first : first + CHUNK] = values
             if not self.running.any():
                 break
@@ -453,11 +459,10 @@ class Learner:
         before = torch.cat((torch.full_like(action[:1], -1), action))
         start, seat = self.online["agents"].start(*action.shape[1:]), batch["seat"][0] if "seat" in batch else None
         q, _ = self.online["agents"](obs, before, start, seat)  # (steps + 1, matches, seats, actions)
-        taken = action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device)
-        chosen = torch.where(taken, q[:-1], 0.0).sum(-1)  # (steps, matches, seats); quicker than a gather to go back
+        chosen = value_of(action, q[:-1])  # (steps, matches, seats)
         with torch.no_grad():
             target_q, _ = self.target["agents"](obs, before, start, seat)
-            following = target_q.gather(-1, best_action(q, avail).unsqueeze(-1)).squeeze(-1)[1:]
+            following = value_of(best_action(q, avail), target_q)[1:]
             ended, mask, last = batch["terminated"][:-1], time_left[:-1] > 0, time_left[:-1] == 1
             reward = reward[..., 0] if self.env.team_reward else reward.sum(-1)  # (steps, matches)
             following = self.mix(following, alive[1:])

@@ -620,7 +620,7 @@ def test_acting_is_the_unroll_of_training(omg, env_id, team):
 
     def note(obs, last, h, seat, subgoal):
         q, states = forward(agents, obs, last, h, seat, subgoal)
-        noted.append((q[0].clone(), subgoal[0].clone(), rollout.t.item()))
+        noted.append((q[0].clone(), subgoal[0].clone(), len(noted)))
         return q, states
 
     for _ in range(2):  # nothing is left of the round before

@@ -251,7 +251,7 @@ def test_the_loss_unrolls_what_was_played(name, env_id, team):
         buffer = SCRIPTS[name].Buffer(rollout.story, 6, CPU, 0)
     buffer.add(rollout.story, lengths, valid)
     handle = agents.register_forward_hook(lambda _, inputs, outputs: unrolled.append(outputs[0].detach().clone()))
-    learner.learn(buffer)
+    learner.learn(buffer, 1)
     handle.remove()
     order = torch.arange(6)[torch.randperm(6, generator=torch.Generator().manual_seed(0))]
     for place, match in enumerate(order.tolist()):
@@ -303,8 +303,7 @@ def test_the_others_never_learn(name, tmp_path):
         buffer = SCRIPTS[name].Buffer(rollout.story, 6, CPU, 0)
     buffer.add(rollout.story, lengths, valid)
     mine = learner.online["agents"].out.weight.detach().clone()
-    for _ in range(3):
-        learner.learn(buffer)
+    learner.learn(buffer, 3)
     assert (learner.online["agents"].out.weight != mine).any()
     for key, layer in rollout.team.networks.layers.items():
         assert all(torch.equal(new, old) and not new.requires_grad for new, old in zip(layer, before[key]))
@@ -554,8 +553,7 @@ def test_a_q_network_without_memory_acts_on_what_the_model_remembers(name, capsy
             learner.mix_chance.fill_(max(0.5 - number / rounds, 0))
         _, lengths, _, valid = rollout.play(epsilon=max(1 - 2 * number / rounds, 0.05))
         buffer.add(rollout.story, lengths, valid)
-        for _ in range(8):
-            learner.learn(buffer)
+        learner.learn(buffer, 8)
     earned = module.evaluate(rollout, 256)[0].mean().item()
     with capsys.disabled():
         print(json.dumps({name: earned}), end=" ")
