@@ -151,7 +151,7 @@ def check(args):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
     usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "updates_per_round": (16, 8)}
-    usual["batch_size"] = (64, 32) if args.team == "self" else (256, 64)  # rows of one seat or of all
+    usual["batch_size"] = (64, 32) if args.team == "self" else (256, 64)  # one seat has fewer rows
     usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64)
     for name, (on_gpu, on_cpu) in usual.items():
         if getattr(args, name) is None:
