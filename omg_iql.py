@@ -161,14 +161,8 @@ import envs  # noqa: E402
 from envs.team import Team, sizes_of  # noqa: E402
 
 CHUNK = 8  # steps between two looks at whether all matches are over; lengths of updates are multiples of it
-OF_THE_STEP = (
-    "action",
-    "all_action",
-    "reward",
-    "terminated",
-    "mean",
-    "log_variance",
-)  # what a story has of the step itself
+# what a story has of the step itself
+OF_THE_STEP = ("action", "all_action", "reward", "terminated", "mean", "log_variance")
 SEEN = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # what `analyse` looks at
 
 
@@ -625,15 +619,16 @@ class Learner:
             _, h = agents(obs, before, agents.start(*seat.shape), seat, inferred)
             index, k = self.select(obs[:-1], before[:-1], h[:-1], seat, batch["avail"][:-1], drawn, final)
             where = index.unsqueeze(-1).expand(-1, -1, -1, args.latent_dim)
-            selected, *goal = (values.gather(0, where) for values in (drawn, *codes))
+            selected, *goal = (
+                values.gather(0, where) for values in (drawn, *codes)
+            )  # (steps, matches, own seats, latent)
             chance = {"mixed": self.mix_chance, "inferred": 0.0, "selected": 1.0}[args.q_subgoal]
             mixed = ((torch.rand(index.shape, device=obs.device) < chance) & real).unsqueeze(-1)
             if args.mix == "kl-target":  # as in the released code: the divergence to what was inferred while acting
                 played = [torch.where(there.unsqueeze(-1), batch[name][:-1], 0.0) for name in ("mean", "log_variance")]
                 goal, mixed = [torch.where(mixed, new, old) for new, old in zip(goal, played)], torch.zeros_like(mixed)
             subgoal = torch.cat((torch.where(mixed, selected, inferred[:-1]), inferred[-1:]))
-        mean, log_variance = (values[:-1] for values in code)
-        said = inferred[:-1], memory[:-1], (mean, log_variance)
+        said = inferred[:-1], memory[:-1], [values[:-1] for values in code]
         recon, kl_per_dim = self.model["inference"].errors(obs[:-1], *said, goal)
         kl = kl_per_dim.sum(-1)
         with torch.no_grad():

@@ -15,6 +15,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributions import Normal, kl_divergence
 
 import envs
@@ -806,6 +807,8 @@ def run(folder, *arguments, stops=False, script="omg_iql"):
     before = set(folder.glob("*"))
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     settings = {} if "--resume" in arguments else TINY | (PRETRAINED if script == "omg_iql" else {})
+    if script == "pretrain_cvae":
+        settings = {"num-envs": 8, "batch-size": 4, **PRETRAINED}
     tiny = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     argv, sys.argv = sys.argv, [f"{script}.py", *tiny, "--run-root", str(folder), *arguments]
     try:
@@ -885,7 +888,7 @@ def test_a_saved_policy_plays_as_the_run_did(omg, means, tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--env-id MMM --subgoal-input state --selector random",
+        "--env-id MMM --subgoal-input state --selector random --dueling --reconstruct features",
         "--env-id stag_hunt_4x4 --subgoal-mode conservative --mix kl-target --bootstrap-subgoal next --seat random",
         "--env-id 3m --n-agents 8 --team 6nearest2omg --inference mlp --selector next --q-subgoal selected",
         "--env-id stag_hunt_4x4 --team self --selector 3 --q-subgoal inferred --buffer-device cpu --no-save-buffer",
@@ -946,6 +949,27 @@ def test_a_run_goes_on_where_it_stopped(whole, tmp_path, monkeypatch):
 
 def test_the_same_run_again_is_the_same(whole, tmp_path):
     same_runs(whole, run(tmp_path, *SETTING))
+
+
+@pytest.mark.parametrize("options", [(), ("--subgoal-input", "state", "--reconstruct", "features", "--no-warm-up")])
+def test_a_file_of_the_pretraining_script_is_used(tmp_path, options):
+    hunt = ("--env-id", "stag_hunt_4x4", "--team", "2NS1NH1omg")
+    folder = run(tmp_path / "first", *hunt, *options, "--pretrain-updates", "200", script="pretrain_cvae")
+    saved, errors = torch.load(folder / "vae.pt", weights_only=True), results(folder)
+    assert saved["algorithm"] == "pretrain_cvae" and saved["errors"]["recon"] == errors["recon"] > 0
+    page = (ROOT / "docs" / "pretrain_cvae.md").read_text(encoding="utf-8")
+    events = EventAccumulator(str(folder)).Reload()
+    told = {*events.Tags()["scalars"], *events.Tags()["images"]}
+    assert told == {"pretrain/recon", "pretrain/kl", *([] if options else ["pretrain/rebuilt"])}
+    assert all(f"`{key}`" in page for key in told)
+    fields = asdict(runpy.run_path(str(ROOT / "pretrain_cvae.py"))["Args"]())
+    assert all(f"`--{field.replace('_', '-')}`" in page for field in fields if "wandb" not in field)
+    options = [option for option in options if option != "--no-warm-up"]
+    later = torch.load(
+        run(tmp_path / "second", *hunt, *options, "--vae", str(folder / "vae.pt")) / "checkpoint.pt", weights_only=True
+    )
+    for key, weights in saved["model"]["vae"].items():
+        assert torch.equal(weights, later["model"]["vae"][key])
 
 
 def test_a_run_starts_from_a_pretrained_file(whole, tmp_path):
