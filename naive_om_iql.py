@@ -652,12 +652,18 @@ def read_file(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
+def misfit(saved, env):
+    """Why a checkpoint is not for `env`, or nothing."""
+    same_map = saved["env_id"].removeprefix("sc2/") == env.name.removeprefix("sc2/")  # the real game's or not
+    if not same_map or saved["sizes"] != sizes_of(env):
+        return f"was trained on {saved['env_id']} {saved['sizes']}; this is {env.name} {sizes_of(env)}"
+
+
 def load_rollout(run, env, team=None):
     """(arguments, learner, rollout) of a run, for matches of `env`, among `team` or the run's own."""
     saved = read_file(Path(run) / "checkpoint.pt")
-    same_map = saved["env_id"].removeprefix("sc2/") == env.name.removeprefix("sc2/")  # the real game's or not
-    if not same_map or saved["sizes"] != sizes_of(env):
-        raise ValueError(f"{run} was trained on {saved['env_id']} {saved['sizes']}; this is {env.name} {sizes_of(env)}")
+    if wrong := misfit(saved, env):
+        raise ValueError(f"{run} {wrong}")
     args = Args(**{**saved["args"], "cuda": env.device.type == "cuda"})
     learner = Learner(args, env)
     for which in ("online", "model"):
@@ -677,9 +683,9 @@ def start_from(args, learner):
     path = Path(args.init) / "checkpoint.pt"
     if not path.exists():
         raise SystemExit(f"--init {args.init}: there is no checkpoint.pt")
-    saved, here = read_file(path), (args.env_id, sizes_of(learner.env))
-    if (saved["env_id"], saved["sizes"]) != here:
-        raise SystemExit(f"--init {args.init} is of {saved['env_id']} {saved['sizes']}; this is {here[0]} {here[1]}")
+    saved = read_file(path)
+    if wrong := misfit(saved, learner.env):
+        raise SystemExit(f"--init {args.init} {wrong}")
     for which in ("online", "target", "model"):
         for name, network in getattr(learner, which).items():
             try:

@@ -472,6 +472,15 @@ def test_each_loss_teaches_its_own_network(omg, changes):
     assert {name.split(".")[0] for name in gradients(learner, batch, 1)[1]} == {"inference"}
 
 
+def test_features_to_reconstruct_are_not_bent_to_what_is_easy(omg):
+    env = sizes()
+    inference = make_learner(omg, env, reconstruct="features").model["inference"]
+    code = goal = torch.randn(2, 7, 4)
+    recon, _ = inference.errors(torch.randn(7, 5), torch.randn(7, 4), torch.randn(7, 96), code, goal)
+    recon.sum().backward()
+    assert inference.now.weight.grad is None and inference.out.weight.grad.abs().sum() > 0
+
+
 def test_an_update_moves_what_it_should(omg):
     env = sizes()
     learner, batch = make_learner(omg, env), episodes(env, LENGTHS, SEATS, DEATHS)
