@@ -77,6 +77,11 @@ def trained_policy(folder, env):
     if not checkpoint.is_file():
         raise ValueError(f"there is no checkpoint.pt in {folder}")
     algorithm = torch.load(checkpoint, map_location="cpu", weights_only=True).get("algorithm")
+    return load_script(algorithm, checkpoint).load_policy(folder, env)
+
+
+def load_script(algorithm, checkpoint):
+    """The training script that made a checkpoint, as a module."""
     script = ROOT / f"{algorithm}.py"
     if not str(algorithm).isidentifier() or not script.is_file():
         raise ValueError(f"{checkpoint} is of the algorithm {algorithm!r}, but there is no script {script}")
@@ -84,7 +89,7 @@ def trained_policy(folder, env):
     module = importlib.util.module_from_spec(spec)
     sys.modules[algorithm] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    return module.load_policy(folder, env)
+    return module
 
 
 # ---- playing ----

@@ -29,8 +29,9 @@ class Team:
     """`own` (num_envs, seats) are the learner's seats, `who` (num_envs, n_agents) the others' policies (learner: -1).
 
     The text names the seats in order; `self` gives them all to the learner, `scripted` (or None) is one learner among
-    scripted others. The order is turned from match to match, so that every seat is learned. With an understudy the
-    others' policies play the learner's seats as well.
+    scripted others. The order is turned from match to match, so that every seat is learned. A pool has run folders and
+    names of scripted policies; in the text `other` is any of them, and an algorithm's name any of its runs. With an
+    understudy the others' policies play the learner's seats as well.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Team:
         understudy=False,
     ):
         self.env, self.mix, self.epsilon, self.seed, self.rounds = env, mix, epsilon, seed, 0
-        self.runs = _read_runs(pool, env)
+        scripts = [env.policies.index(name) for name in map(str, pool) if name in env.policies]
+        self.runs = read_runs([path for path in pool if str(path) not in env.policies], env)
         scripted = [name for name in env.policies if name in BATTLE_ROSTER] or list(env.policies)
         self.names = [*env.policies, *(run["path"] for run in self.runs)]  # what the numbers of `who` mean
+        self.pool = [*dict.fromkeys(scripts), *range(len(env.policies), len(self.names))]  # these numbers are others
         self.parts = []  # (seats, numbers of the policies to draw from), None for the learner
         if text == "self":
             self.parts = [(env.n_agents, None)]
@@ -80,12 +83,15 @@ class Team:
         used = {number for _, numbers in self.parts for number in numbers or ()}
         self._has_scripts = any(number < len(env.policies) for number in used)
         first = len(env.policies)
-        self.networks = Networks(self, {r: run["weights"] for r, run in enumerate(self.runs) if first + r in used})
+        weights = {r: run["weights"] for r, run in enumerate(self.runs) if first + r in used}
+        self.networks = Networks(env, weights, max((self.most_seats(first + r) for r in weights), default=0))
         self.draw()
 
     def _candidates(self, name, text, learners):
         if name in self.env.policies:
             return [self.env.policies.index(name)]
+        if name == "other" and self.pool:
+            return self.pool
         numbers = [len(self.env.policies) + r for r, run in enumerate(self.runs) if run["algorithm"] == name]
         if not numbers:
             known = ", ".join([*learners, *self.env.policies, *sorted({run["algorithm"] for run in self.runs})])
@@ -97,21 +103,31 @@ class Team:
 
         Where that does not come out even, rounds begin with those whose turn it is.
         """
-        env, rng = self.env, np.random.default_rng([self.seed, self.rounds])
-        matches, seats = np.arange(env.num_envs)[:, None], np.arange(env.n_agents)
-        turn = self.seat
+        matches, rng, turn = self.env.num_envs, np.random.default_rng([self.seed, self.rounds]), self.seat
         if turn == "rotate":
-            turn = matches + self.rounds
+            turn = np.arange(matches) + self.rounds
         elif turn == "random":
-            turn = rng.integers(env.n_agents, size=(env.num_envs, 1))
-        part = self.arrangement[(seats - turn) % env.n_agents]
+            turn = rng.integers(self.env.n_agents, size=matches)
+
+        def choose(count, policies):
+            deals = matches * (count if self.mix else 1)
+            drawn = (rng.permutation(deals) + self.rounds * deals) % policies
+            return drawn if self.mix else drawn.repeat(count)
+
+        self.deal(turn, choose)
+
+    def deal(self, turn, choose):
+        """Seats the teams of a round, turned by `turn`, a number or one for every match.
+
+        choose(seats, policies) says which of so many policies gets each seat of a part, match after match.
+        """
+        env, seats = self.env, np.arange(self.env.n_agents)
+        part = self.arrangement[(seats - np.reshape(turn, (-1, 1))) % env.n_agents]
         part = np.broadcast_to(part, (env.num_envs, env.n_agents))
         who = np.full(part.shape, -1)
         for p, (count, numbers) in enumerate(self.parts):
             if numbers is not None:
-                deals = env.num_envs * (count if self.mix else 1)
-                drawn = (rng.permutation(deals) + self.rounds * deals) % len(numbers)
-                who[part == p] = np.array(numbers)[drawn if self.mix else drawn.repeat(count)]
+                who[part == p] = np.array(numbers)[np.ravel(choose(count, len(numbers)))]
         self.rounds += 1
         self.own.copy_(torch.from_numpy(np.nonzero(np.isin(part, self._open))[1].reshape(self.own.shape)))
         self.who.copy_(torch.from_numpy(who))
@@ -152,8 +168,8 @@ class Team:
 class Networks:
     """The networks of several runs, weights stacked: each acts for the seats dealt to it, all in one call."""
 
-    def __init__(self, team, runs):
-        env = team.env
+    def __init__(self, env, runs, capacity):
+        """`runs`: number -> weights; `capacity`: how many seats, of all matches, a run can be dealt"""
         self.env, self.count = env, 0
         if not runs:
             return
@@ -171,7 +187,6 @@ class Networks:
             for key in layers[0]
         }  # name -> weight (networks, inputs, outputs), bias (networks, outputs)
         self.count = len(layers)
-        capacity = max(team.most_seats(len(env.policies) + number) for number in runs)
         self.h = torch.zeros(self.count, capacity, hidden.pop(), device=env.device)
         self.rows = torch.zeros(self.count, capacity, dtype=torch.long, device=env.device)  # whom each place acts for
         self.places = torch.zeros_like(env.actions)  # who acts for each row (match, seat)
@@ -235,7 +250,14 @@ def _seat(seat, agents):
     raise ValueError(f"the learner's seat is rotate, random or a number from 0 to {agents - 1}, not {seat!r}")
 
 
-def _read_runs(pool, env):
+def refuse_another_map(path, saved, env):
+    """A checkpoint is of the map and the sizes of `env`, or a ValueError names both."""
+    same_map = saved["env_id"].removeprefix("sc2/") == env.name.removeprefix("sc2/")  # the real game's or not
+    if not same_map or saved["sizes"] != sizes_of(env):
+        raise ValueError(f"{path} is of {saved['env_id']} {saved['sizes']}; this is {env.name} {sizes_of(env)}")
+
+
+def read_runs(pool, env):
     """The checkpoints of a pool, paths or patterns of run folders, whatever their algorithm."""
     runs = []
     for pattern in pool:
@@ -244,9 +266,7 @@ def _read_runs(pool, env):
             raise ValueError(f"there is no run with a checkpoint.pt at {pattern}")
         for path in paths:
             saved = torch.load(Path(path) / "checkpoint.pt", map_location="cpu", weights_only=True)
-            same_map = saved["env_id"].removeprefix("sc2/") == env.name.removeprefix("sc2/")  # the real game's or not
-            if not same_map or saved["sizes"] != sizes_of(env):
-                raise ValueError(f"{path} is of {saved['env_id']} {saved['sizes']}; this is {env.name} {sizes_of(env)}")
+            refuse_another_map(path, saved, env)
             weights = saved["online"]["agents"]
             inputs = env.obs_dim + env.n_actions + env.n_agents
             named = any(set(weights) == set(names.values()) for names in _NAMES)
