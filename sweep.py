@@ -1,0 +1,637 @@
+"""Runs a script over environments, seeds and settings, and sums up: a table with intervals, and curves.
+
+Runs share a GPU or take a core each, here or on a Ray cluster. One that crashes is tried once more. What is done is
+skipped and what was interrupted goes on: run folders are all there is to remember, so they can move to another machine.
+
+    python sweep.py --script iql.py qmix.py --env-ids 3m 8m --seeds 5 -- --total-timesteps 2000000
+    python sweep.py paper --map 8m --cuda             the experiment of the OMG paper: docs/benchmarks.md has all of it
+"""
+
+import contextlib
+import glob
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+ROOT = Path(__file__).resolve().parent
+TRIES = 2  # of a run that crashes
+LOSSES = 5  # times that a run may lose its node
+LOST = "lost"  # what becomes of a run whose node is gone, in place of an exit code
+LARGEST = 64 * 2**20  # bytes of a file that comes back from a node while the run goes on
+FREE = ("track", "capture-video", "checkpoint-interval", "log-interval")  # what may change when a run goes on
+
+
+@dataclass
+class Args:
+    script: tuple[str, ...]
+    """training scripts"""
+    env_ids: tuple[str, ...]
+    """environments: see envs.list_ids()"""
+    seeds: int = 5
+    """seeds: 1, 2, ..."""
+    vary: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    """an option of the script and its values, such as: learning-rate 1e-3 5e-4 (again for another option)"""
+    cuda: bool = False
+    """whether the runs use the GPU"""
+    jobs: int | None = None
+    """runs at a time (default: one to a core, or --runs-per-gpu to a GPU)"""
+    runs_per_gpu: int = 6
+    """runs that share a GPU"""
+    run_root: str = "runs"
+    """the folder of the run folders"""
+    report: str = "sweep"
+    """the name of the table and the curves, in that folder"""
+    ray_address: str | None = None
+    """a Ray cluster to run on, such as auto"""
+
+
+# ---- what there is to do ----
+@dataclass(eq=False)
+class Job:
+    """A script with its arguments; a Job among them stands for its run folder, which has to be there first."""
+
+    script: Path
+    env_id: str
+    seed: int
+    arguments: tuple = ()
+    label: str = ""
+
+    @cached_property
+    def needs(self):
+        return [word.job if isinstance(word, Output) else word for word in self.arguments if not isinstance(word, str)]
+
+    @cached_property
+    def name(self):
+        """How its run folders begin: other arguments make another name."""
+        return f"{self.env_id.replace('/', '-')}__{self.exp_name}__{self.seed}"
+
+    @cached_property
+    def exp_name(self):
+        words = [self.script.stem, *(word if isinstance(word, str) else word.name for word in self.arguments)]
+        digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:6]
+        return f"{self.label or words[0]}-{digest}".replace(" ", "_").replace("/", "-")
+
+    def runs(self, root):
+        return sorted(Path(root).glob(f"{glob.escape(self.name)}__*"))
+
+    def done(self, root):
+        """The run folder with its results, if there is one."""
+        return next((run for run in self.runs(root) if (run / "results.json").exists()), None)
+
+    def begun(self, root):
+        """The run folder to go on with, if there is one."""
+        return next((run for run in reversed(self.runs(root)) if (run / "checkpoint.pt").exists()), None)
+
+    def words(self, root, run_root):
+        """The arguments as text, with the folders of the runs that they stand for."""
+        found = [word if isinstance(word, str) else word.done(root).relative_to(root) for word in self.arguments]
+        return [word if isinstance(word, str) else os.fspath(Path(run_root) / word) for word in found]
+
+    def options(self, words, run_root, resume=None):
+        """The script's options, to begin or to go on."""
+        if resume:
+            return ["--resume", os.fspath(Path(run_root) / resume.name), *options_of(words, FREE)]
+        own = ("--env-id", self.env_id, "--seed", str(self.seed), "--exp-name", self.exp_name, "--run-root", run_root)
+        return [*own, *words]
+
+
+@dataclass(eq=False)
+class Output:
+    """A file that a job makes."""
+
+    job: Job
+    file: str
+
+    @property
+    def name(self):
+        return f"{self.job.name}/{self.file}"
+
+    def done(self, root):
+        return self.job.done(root) / self.file
+
+
+def options_of(words, names):
+    """Those options, with their values, that have one of these names."""
+    kept, keeps = [], False
+    for word in words:
+        if word.startswith("--"):
+            keeps = word[2:].partition("=")[0].removeprefix("no-") in names
+        kept += [word] * keeps
+    return kept
+
+
+def check(args, extra):
+    """Refuses what makes no sense, with what is allowed."""
+    for script in args.script:
+        find_script(script)
+    for name in ("seeds", "jobs", "runs_per_gpu"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise SystemExit(f"--{name.replace('_', '-')} is from 1 up, not {getattr(args, name)}")
+    own = {"env-id": "--env-ids", "seed": "--seeds", "cuda": "--cuda before --", "run-root": "--run-root before --"}
+    own |= {"exp-name": "--report", "resume": "the same command again", "time-limit": "Ctrl-C"}
+    for name, instead in own.items():
+        if options_of(extra, (name,)) or any(setting[:1] == (name,) for setting in args.vary):
+            raise SystemExit(f"--{name} is the sweep's to set: use {instead}")
+    for setting in args.vary:
+        if len(setting) < 2:
+            raise SystemExit(f"--vary takes an option and its values, such as learning-rate 1e-3 5e-4, not {setting}")
+
+
+def find_script(name):
+    """Where it is from here, or beside this file."""
+    path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
+    if path is None:
+        raise SystemExit(f"--script {name}: there is no such file, here or in {ROOT}")
+    return path.resolve()
+
+
+def jobs_of(args, extra):
+    given = tuple(["--cuda"] * args.cuda + extra)
+    names, values = [setting[0] for setting in args.vary], [setting[1:] for setting in args.vary]
+    for script, env_id, setting in itertools.product(args.script, args.env_ids, itertools.product(*values)):
+        varied = tuple(word for name, value in zip(names, setting) for word in (f"--{name}", value))
+        label = " ".join([Path(script).stem, *(f"{name}={value}" for name, value in zip(names, setting))])
+        for seed in range(1, args.seeds + 1):
+            yield Job(find_script(script), env_id, seed, given + varied, label)
+
+
+# ---- where it is done ----
+class Process:
+    """A script at work; what it says goes to a file."""
+
+    def __init__(self, script, options, folder, log, settings):
+        self.log = Path(log)
+        with open(log, "ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, script, *options], cwd=folder, env={**os.environ, **settings, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self.asked = 0
+
+    def poll(self):
+        """The exit code, or None while it runs."""
+        return self.process.poll()
+
+    def stop(self):
+        """Asks it to save and leave; whoever asks twice does not want to wait."""
+        self.asked += 1
+        if self.asked > 1:
+            self.process.kill()
+        elif os.name != "nt":  # there, Ctrl-C reaches the runs by itself, and any other signal would end them at once
+            self.process.send_signal(signal.SIGTERM)
+
+    def line(self):
+        """The last line it said."""
+        with open(self.log, "rb") as log:
+            log.seek(max(self.log.stat().st_size - 2000, 0))
+            said = log.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(said) if line.strip()), "starts")
+
+
+class Here:
+    """This machine: a core for each run, or several runs to a GPU."""
+
+    def __init__(self, args, folder):
+        self.folder, self.running = folder, []
+        self.gpus = gpus() if args.cuda else []
+        self.slots = args.jobs or (args.runs_per_gpu * len(self.gpus) if self.gpus else cores())
+        # the threads of torch and of the environments wait busily: on shared cores that costs more than it gives
+        self.settings = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"} if self.slots > 1 else {}
+        self.services = contextlib.ExitStack()
+        if self.slots > len(self.gpus) > 0:
+            self.settings |= self.services.enter_context(shared_gpu())
+
+    def room(self):
+        return self.slots
+
+    def start(self, job, root, run_root, resume, log):
+        settings = dict(self.settings)
+        if self.gpus:
+            self.running = [(process, gpu) for process, gpu in self.running if process.poll() is None]
+            busy = Counter(gpu for _, gpu in self.running)
+            settings["CUDA_VISIBLE_DEVICES"] = min(self.gpus, key=lambda gpu: busy[gpu])
+        options = job.options(job.words(root, run_root), run_root, resume)
+        process = Process(job.script, options, self.folder, log, settings)
+        self.running.append((process, settings.get("CUDA_VISIBLE_DEVICES")))
+        return process
+
+    def close(self):
+        self.services.close()
+
+
+class OnRay:
+    """A Ray cluster. Nothing but files in messages goes to a node and comes back, so there need be no shared disk."""
+
+    def __init__(self, args, folder):
+        try:
+            import ray
+        except ImportError:
+            raise SystemExit('--ray-address needs Ray: pip install -e ".[ray]"') from None
+        self.ray, self.args, self.folder = ray, args, Path(folder)
+        ray.init(address=args.ray_address, logging_level="warning", log_to_driver=False)
+        if __name__ != "__main__":
+            ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # nodes do not have this file
+        demand = {"num_cpus": 0, "num_gpus": 1 / args.runs_per_gpu} if args.cuda else {"num_cpus": 1}
+        self.runner = ray.remote(**demand, scheduling_strategy="SPREAD")(Runner)
+        self.code = {
+            os.fspath(path.relative_to(ROOT)): path.read_bytes()
+            for pattern in ("*.py", "envs/*.py", "envs/*.html")
+            for path in sorted(ROOT.glob(pattern))
+        }
+
+    def room(self):
+        there = self.ray.cluster_resources()
+        fits = there.get("GPU", 0) * self.args.runs_per_gpu if self.args.cuda else there.get("CPU", 0)
+        return self.args.jobs or max(int(fits), 1)
+
+    def start(self, job, root, run_root, resume, log):
+        words, files = job.words(root, run_root), {}
+        for word in words:
+            files |= self.files_at(word)
+        for name in ("checkpoint.pt", "resume.pt") if resume else ():
+            if (resume / name).exists():
+                files[f"{resume.name}/{name}"] = (resume / name).read_bytes()
+        code = {**self.code, job.script.name: job.script.read_bytes()}
+        runner = self.runner.remote(code, files, job.script.name, job.options(words, ".", resume))
+        return RemoteProcess(self.ray, runner, root, log)
+
+    def files_at(self, word):
+        """What an argument names: a file, or the policies of runs."""
+        found = {}
+        for path in map(Path, glob.glob(os.fspath(self.folder / word))):
+            for file in (path, path / "checkpoint.pt", path / "results.json"):
+                if file.is_file():
+                    name = os.path.relpath(file, self.folder)
+                    if os.path.isabs(word) or name.startswith(".."):
+                        raise SystemExit(f"{word}: on a cluster, paths are relative to the current folder and in it")
+                    found[name] = file.read_bytes()
+        return found
+
+    def close(self):
+        self.ray.shutdown()
+
+
+class RemoteProcess:
+    """A script at work on some node, as seen from here: its files come here while it runs."""
+
+    def __init__(self, ray, runner, root, log):
+        self.ray, self.runner, self.root, self.log, self.asked = ray, runner, root, log, 0
+        self.pending, self.said = runner.report.remote(), "waits for a node"
+
+    def poll(self):
+        if not self.ray.wait([self.pending], timeout=0)[0]:
+            return None
+        try:
+            code, self.said, files = self.ray.get(self.pending)
+        except self.ray.exceptions.RayError as error:
+            self.said = str(error).strip().split("\n")[-1]
+            return LOST
+        if "log" in files:
+            self.log.write_bytes(files.pop("log"))
+        put_files(files, self.root)
+        if code is None:
+            self.pending = self.runner.report.remote()
+        else:
+            self.ray.kill(self.runner)
+        return code
+
+    def stop(self):
+        self.asked += 1
+        self.runner.stop.remote()
+
+    def line(self):
+        return self.said
+
+
+class Runner:
+    """A script at work on this node of a cluster, in a folder of its own."""
+
+    def __init__(self, code, files, script, options):
+        digest = hashlib.sha256(repr(sorted(code.items())).encode()).hexdigest()[:12]
+        home = Path(tempfile.gettempdir()) / f"omg-marl-{digest}"  # kept, so that environments are compiled once a node
+        if not home.exists():
+            fresh = tempfile.mkdtemp(prefix="omg-marl-")
+            put_files(code, fresh)
+            with contextlib.suppress(OSError):  # another run was quicker
+                os.rename(fresh, home)
+        self.folder = Path(tempfile.mkdtemp(prefix="omg-marl-run-"))
+        put_files(files, self.folder)
+        self.sent = self.versions()
+        threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+        self.process = Process(home / script, options, self.folder, self.folder / "log", threads)
+
+    def versions(self):
+        found = {}
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # the script puts files in place of others
+                if path.is_file() and path.suffix != ".part":
+                    found[path] = path.stat().st_mtime_ns, path.stat().st_size
+        return found
+
+    def report(self):
+        """After a moment: (exit code or None, last line, files that are new or have changed)"""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.process.wait(1)
+        code, files = self.process.poll(), {}
+        for path, version in self.versions().items():
+            if self.sent.get(path) != version and (version[1] <= LARGEST or code is not None):
+                with contextlib.suppress(FileNotFoundError):
+                    files[path.relative_to(self.folder).as_posix()] = path.read_bytes()
+                    self.sent[path] = version
+        line = self.process.line()
+        if code is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return code, line, files
+
+    def stop(self):
+        self.process.stop()
+
+
+def put_files(files, folder):
+    """Each in one piece, for others may be reading it."""
+    for name, content in files.items():
+        path = Path(folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        part.write_bytes(content)
+        os.replace(part, path)
+
+
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def gpus():
+    """The GPUs to share, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+
+
+@contextlib.contextmanager
+def shared_gpu():
+    """NVIDIA's multi-process service, without which runs on one GPU take turns; yields the settings to find it by."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="mps") as folder:
+        settings = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        probe = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+        works = all(
+            subprocess.run(command, env={**os.environ, **settings}, capture_output=True, check=False).returncode == 0
+            for command in ([control, "-d"], probe)
+        )
+        if not works:
+            print("NVIDIA's multi-process service does not start here: runs on one GPU take turns.")
+        try:
+            yield settings if works else {}
+        finally:
+            quit = {"input": b"quit\n", "env": {**os.environ, **settings}}
+            subprocess.run([control], **quit, capture_output=True, check=False)
+
+
+# ---- doing it ----
+class Terminal:
+    """Events, line by line; and where somebody watches, below them a line for every run at work."""
+
+    def __init__(self):
+        self.live, self.drawn, self.shown = sys.stdout.isatty(), 0, 0.0
+        if self.live:
+            os.system("")  # Windows' terminals understand the codes below only after this
+
+    def tell(self, text):
+        self.erase()
+        print(text, flush=True)
+
+    def show(self, lines):
+        if self.live and time.time() - self.shown > 0.5:
+            self.erase()
+            width, height = shutil.get_terminal_size()
+            lines = lines if len(lines) < height else [*lines[: height - 2], f"and {len(lines) - height + 2} more"]
+            print("\n".join(line[: width - 1] for line in lines), flush=True)
+            self.drawn, self.shown = len(lines), time.time()
+
+    def erase(self):
+        if self.drawn:
+            print(f"\x1b[{self.drawn}A\x1b[J", end="")
+        self.drawn = 0
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """A list that Ctrl-C and SIGTERM are noted in, so that the runs can save before this ends."""
+    noted = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, frame: noted.append(number)) for number in numbers]
+    try:
+        yield noted
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
+def run_all(jobs, place, root, run_root="."):
+    """Runs all that is not done, as far as there is room; whether everything is done in the end."""
+    root, terminal, began = Path(root), Terminal(), time.time()
+    (root / "logs").mkdir(parents=True, exist_ok=True)
+    done, running = {job for job in jobs if job.done(root)}, {}
+    waiting = [job for job in jobs if job not in done]
+    crashes, losses, given_up = Counter(), Counter(), {}
+    if done:
+        terminal.tell(f"{len(done)} of {len(jobs)} runs are done already")
+    with stop_signals() as stops:
+        while waiting or running:
+            ready = [job for job in waiting if done.issuperset(job.needs)]
+            for job in ready[: max(place.room() - len(running), 0)] if not stops else ():
+                waiting.remove(job)
+                resume, log = job.begun(root), root / "logs" / f"{job.name}.log"
+                resume = None if resume and given_up.get(job) == age(resume) else resume
+                running[job] = place.start(job, root, run_root, resume, log), resume, resume and age(resume)
+                terminal.tell(f"{job.name} {'goes on' if resume else 'starts'}")
+            if not running:
+                break  # what still waits needs a run that failed
+            for job, (process, resume, before) in list(running.items()):
+                for _ in range(process.asked, min(len(stops), 2)):
+                    process.stop()
+                code = process.poll()
+                if code is None:
+                    continue
+                del running[job]
+                if job.done(root):
+                    done.add(job)
+                    terminal.tell(f"{job.name} is done: {process.line()}")
+                elif stops:
+                    terminal.tell(f"{job.name} stopped")
+                elif code == LOST:
+                    losses[job] += 1
+                    terminal.tell(f"{job.name} lost its node{'' if losses[job] < LOSSES else ' too often'}")
+                    waiting = [job] * (losses[job] < LOSSES) + waiting
+                else:
+                    crashes[job] += 1
+                    terminal.tell(f"{job.name} crashed: {process.line()}")
+                    if resume and age(resume) == before:
+                        given_up[job] = before  # it came no further from there: the next try starts anew
+                    waiting = [job] * (crashes[job] < TRIES) + waiting
+            count = f"{len(done)} of {len(jobs)} done"
+            lines = [f"{job.name}  {process.line()}" for job, (process, *_) in running.items()]
+            terminal.show([*lines, f"{count}, {len(running)} at work, {time.time() - began:.0f} s"])
+            time.sleep(0.1)
+    terminal.erase()
+    missing = [job for job in jobs if job not in done]
+    if stops:
+        raise SystemExit(f"stopped with {len(missing)} runs to do: the same command goes on")
+    for job in missing:
+        print(f"{job.name} failed: see {root / 'logs' / job.name}.log")
+    return not missing
+
+
+def age(run):
+    return (run / "checkpoint.pt").stat().st_mtime_ns
+
+
+# ---- what came of it ----
+def iqm(values, axis=-1):
+    """The interquartile mean: the mean without the lowest and the highest quarter."""
+    values = np.sort(values, axis)
+    cut = values.shape[axis] // 4
+    return np.take(values, range(cut, values.shape[axis] - cut), axis).mean(axis)
+
+
+def bootstrap(strata, statistic, samples=5000, seed=0):
+    """The 95% interval of a statistic of all values, drawn anew within each stratum (an environment's seeds, say)."""
+    rng = np.random.default_rng(seed)
+    drawn = [rng.choice(np.asarray(values), (samples, len(values))) for values in strata]
+    return np.quantile(statistic(np.concatenate(drawn, 1), -1), (0.025, 0.975)).tolist()
+
+
+def summary(strata):
+    together = np.concatenate([np.asarray(values) for values in strata])
+    return {
+        "mean": float(together.mean()), "mean_interval": bootstrap(strata, np.mean),
+        "iqm": float(iqm(together)), "iqm_interval": bootstrap(strata, iqm),
+    }  # fmt: skip
+
+
+MEASURES = {
+    "win_rate": lambda run: run["final"]["win_rate"],
+    "best_win_rate": lambda run: run["best"]["win_rate"],
+    "episodic_return": lambda run: run["final"]["episodic_return"],
+    "best_episodic_return": lambda run: run["best"]["episodic_return"],
+    "seconds": lambda run: run["seconds"],
+}
+
+
+def rows_of(groups):
+    """{(label, environment): results of its runs} -> a row for each, and one for a label's environments together."""
+    rows = []
+    for label in dict.fromkeys(label for label, _ in groups):
+        mine = {env_id: runs for (name, env_id), runs in groups.items() if name == label}
+        parts = [(env_id, [runs]) for env_id, runs in mine.items()]
+        if len(mine) > 1:
+            parts.append(("all", list(mine.values())))
+        for env_id, strata in parts:
+            row = {"script": label, "env_id": env_id, "runs": sum(map(len, strata))}
+            for name, measure in MEASURES.items():
+                row[name] = summary([[measure(run) for run in runs] for runs in strata])
+            rows.append(row)
+    return rows
+
+
+def markdown(head, rows):
+    """A table that can also be read as it is."""
+    widths = [max(len(row[c]) for row in (head, *rows)) for c in range(len(head))]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in (head, *rows)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def table(rows):
+    def cells(row):
+        yield from (row["script"], row["env_id"], str(row["runs"]))
+        for name, form in (("win_rate", "{:.1%}"), ("episodic_return", "{:.2f}")):
+            low, high = row[name]["iqm_interval"]
+            yield form.format(row[name]["mean"])
+            yield f"{form} ({form} to {form})".format(row[name]["iqm"], low, high)
+            yield form.format(row[f"best_{name}"]["mean"])
+        yield f"{row['seconds']['mean']:.0f}"
+
+    win, earn = (("won, mean", "won, IQM (95%)", "best, mean"), ("return, mean", "return, IQM (95%)", "best, mean"))
+    return markdown(["script", "environment", "runs", *win, *earn, "seconds"], [list(cells(row)) for row in rows])
+
+
+def curves(groups, path):
+    """For every environment the evaluations against steps: each group's mean over seeds, and its 95% interval."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    env_ids, labels = ([*dict.fromkeys(key[part] for key in groups)] for part in (1, 0))
+    figure = Figure(figsize=(4.2 * len(env_ids), 3.4), layout="constrained")
+    for axes, env_id in zip(figure.subplots(1, len(env_ids), squeeze=False)[0], env_ids):
+        won = any(e["win_rate"] > 0 for (_, env), runs in groups.items() if env == env_id for e in evals_of(runs))
+        metric = "win_rate" if won else "episodic_return"
+        for number, label in enumerate(labels):
+            seeds = [run["evals"] for run in groups.get((label, env_id), ()) if run["evals"]]
+            if not seeds:
+                continue
+            steps = np.linspace(max(e[0]["steps"] for e in seeds), min(e[-1]["steps"] for e in seeds), 100)
+            values = [np.interp(steps, [e["steps"] for e in run], [e[metric] for e in run]) for run in seeds]
+            bands = [bootstrap([column], np.mean, 500) for column in np.transpose(values)]
+            axes.plot(steps, np.mean(values, 0), color=f"C{number}", label=label)
+            axes.fill_between(steps, *np.transpose(bands), color=f"C{number}", alpha=0.2, linewidth=0)
+        axes.set(title=env_id, xlabel="steps", ylabel=f"eval/{metric}", xlim=(0, None))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def evals_of(runs):
+    return [evaluation for run in runs for evaluation in run["evals"]]
+
+
+def results_of(job, root):
+    return json.loads((job.done(root) / "results.json").read_text())
+
+
+if __name__ == "__main__":
+    words, extra = sys.argv[1:], []
+    if "--" in words:
+        words, extra = words[: words.index("--")], words[words.index("--") + 1 :]
+    if words[:1] == ["paper"]:
+        import paper
+
+        raise SystemExit(paper.main(words[1:], extra))
+    args = tyro.cli(Args, args=words)
+    check(args, extra)
+    root, jobs = Path(args.run_root), list(jobs_of(args, extra))
+    with contextlib.closing(OnRay(args, ".") if args.ray_address else Here(args, ".")) as place:
+        complete = run_all(jobs, place, root, args.run_root)
+    groups = {}
+    for job in jobs:
+        results = results_of(job, root) if job.done(root) else {}
+        if "final" in results:
+            groups.setdefault((job.label, job.env_id), []).append(results)
+    if groups:
+        rows = rows_of(groups)
+        (root / f"{args.report}.json").write_text(json.dumps(rows, indent=1))
+        (root / f"{args.report}.md").write_text(table(rows) + "\n")
+        curves(groups, root / f"{args.report}.png")
+        print(f"{table(rows)}\n{root / args.report}.md, .json and .png have this and the curves")
+    raise SystemExit(not complete)

@@ -1,0 +1,53 @@
+"""A training script in small: counts to --total-timesteps, saves, goes on, and crashes when told to."""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+for name in ("env-id", "exp-name", "run-root", "resume", "crash", "reads"):
+    parser.add_argument(f"--{name}", default="")
+parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--total-timesteps", type=int, default=10)
+parser.add_argument("--crash-seed", type=int)
+parser.add_argument("--pause", type=float, default=0.0)
+args, started, stopping = parser.parse_args(), time.time(), []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: stopping.append(1))
+if args.resume:
+    run = Path(args.resume)
+    state = json.loads((run / "checkpoint.pt").read_text())
+    args = argparse.Namespace(**state["args"])
+else:
+    run = Path(args.run_root) / f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns()}"
+    state = {"args": vars(args), "steps": 0, "parts": [], "evals": []}
+run.mkdir(parents=True, exist_ok=True)
+state["parts"].append(state["steps"])  # where every part of the run began
+
+
+def save(file, content):
+    part = run / "part.part"
+    part.write_text(json.dumps(content))
+    part.replace(run / file)
+
+
+while state["steps"] < args.total_timesteps:
+    state["steps"] += 1
+    state["evals"].append({"steps": state["steps"], "win_rate": state["steps"] / 100, "episodic_return": args.seed})
+    print(f"{state['steps']} steps", flush=True)
+    time.sleep(args.pause)
+    save("checkpoint.pt", state)
+    crash_at, _, times = args.crash.partition("x")  # 5x2: at step 5, in the first two parts of the run
+    meant = args.crash and args.crash_seed in (None, args.seed)
+    if meant and state["steps"] >= int(crash_at) and len(state["parts"]) <= int(times):
+        raise RuntimeError("crashed on purpose")
+    if stopping:
+        sys.exit("stopped")
+if args.reads:
+    state["read"] = json.loads(Path(args.reads).read_text())["steps"]
+final = {"win_rate": args.seed / 10, "episodic_return": float(args.seed)}
+save("results.json", {"final": final, "best": final, "seconds": time.time() - started, **state})
+print("counted")
