@@ -138,9 +138,7 @@ def check(args, extra):
     """Refuses what makes no sense, with what is allowed."""
     for script in args.script:
         find_script(script)
-    for name in ("seeds", "jobs", "runs_per_gpu"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} is from 1 up, not {getattr(args, name)}")
+    check_counts(args, ("seeds", "jobs", "runs_per_gpu"))
     own = {"env-id": "--env-ids", "seed": "--seeds", "cuda": "--cuda before --", "run-root": "--run-root before --"}
     own |= {"exp-name": "--report", "resume": "the same command again", "time-limit": "Ctrl-C"}
     for name, instead in own.items():
@@ -149,6 +147,12 @@ def check(args, extra):
     for setting in args.vary:
         if len(setting) < 2:
             raise SystemExit(f"--vary takes an option and its values, such as learning-rate 1e-3 5e-4, not {setting}")
+
+
+def check_counts(args, names):
+    for name in names:
+        if isinstance(getattr(args, name), int) and getattr(args, name) < 1:
+            raise SystemExit(f"--{name.replace('_', '-')} is from 1 up, not {getattr(args, name)}")
 
 
 def find_script(name):
@@ -606,7 +610,7 @@ def evals_of(runs):
     return [evaluation for run in runs for evaluation in run["evals"]]
 
 
-def results_of(job, root):
+def read_results(job, root):
     return json.loads((job.done(root) / "results.json").read_text())
 
 
@@ -617,7 +621,9 @@ if __name__ == "__main__":
     if words[:1] == ["paper"]:
         import paper
 
-        raise SystemExit(paper.main(words[1:], extra))
+        if extra:
+            raise SystemExit("paper takes no arguments for the scripts: docs/benchmarks.md says how to add a method")
+        raise SystemExit(paper.main(words[1:]))
     args = tyro.cli(Args, args=words)
     check(args, extra)
     root, jobs = Path(args.run_root), list(jobs_of(args, extra))
@@ -625,7 +631,7 @@ if __name__ == "__main__":
         complete = run_all(jobs, place, root, args.run_root)
     groups = {}
     for job in jobs:
-        results = results_of(job, root) if job.done(root) else {}
+        results = read_results(job, root) if job.done(root) else {}
         if "final" in results:
             groups.setdefault((job.label, job.env_id), []).append(results)
     if groups:

@@ -1,0 +1,343 @@
+"""The experiment of the OMG paper in one go: `python sweep.py paper --map 8m --cuda`.
+
+A pool of QMIX runs is whom the learners play with; runs of IQL, VDN and QMIX with other seeds are the strangers they
+are tested with. Each method learns with the pool over several seeds, and then plays with the pool and the strangers. In
+a stag hunt the pool is scripted. report.md has the results beside the paper's; docs/benchmarks.md says more.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+import envs
+from sweep import ROOT, Here, Job, OnRay, Output, check_counts, curves, markdown, read_results, run_all, summary
+
+METHODS = {
+    "IQL": ("iql.py",),
+    "LIAM": ("liam_iql.py",),
+    "naive OM": ("naive_om_iql.py",),
+    "OMG conservative": ("omg_iql.py", "--subgoal-mode", "conservative"),
+    "OMG optimistic": ("omg_iql.py", "--subgoal-mode", "optimistic"),
+}  # another method is another line: a script and its options
+POOL = "QMIX of the pool"  # plays in the learner's seat as well, to compare with
+PAPER = {
+    ("8m", "non-homologue", 7): {"IQL": 64.9, "LIAM": 67.2, "naive OM": 66.0, "OMG conservative": 68.7,
+                                 "OMG optimistic": 70.5, POOL: 21.6},
+    ("8m", "homologue", 6): {"IQL": 80.4, "LIAM": 79.7, "naive OM": 82.7, "OMG conservative": 84.1,
+                             "OMG optimistic": 86.8, POOL: 65.6},
+    ("8m", "homologue", 7): {"IQL": 88.7, "LIAM": 87.7, "naive OM": 87.8, "OMG conservative": 87.2,
+                             "OMG optimistic": 90.2, POOL: 61.0},
+    ("3s_vs_5z", "non-homologue", 2): {"IQL": 20.8, "LIAM": 24.9, "naive OM": 24.3, "OMG conservative": 23.6,
+                                       "OMG optimistic": 35.3},
+    ("3s_vs_5z", "homologue", 2): {"IQL": 46.5, "LIAM": 49.5, "naive OM": 50.0, "OMG conservative": 46.6,
+                                   "OMG optimistic": 56.9},
+    ("2c_vs_64zg", "homologue", 1): {"IQL": 43.3, "LIAM": 48.4, "naive OM": 41.2, "OMG conservative": 55.9,
+                                     "OMG optimistic": 64.4},
+}  # fmt: skip
+
+
+@dataclass
+class Args:
+    map: str = "8m"
+    """the environment"""
+    cuda: bool = False
+    """whether to use the GPU"""
+    quick: bool = False
+    """a small version, to see that all of it works: 2 runs in the pool, 3 strangers, 1 seed, a few thousand steps"""
+    pool_runs: int | None = None
+    """QMIX runs to learn with (default: 10)"""
+    test_runs: int | None = None
+    """runs of each of IQL, VDN and QMIX to be tested with (default: 10)"""
+    seeds: int | None = None
+    """seeds of each method (default: 5)"""
+    pool_timesteps: int | None = None
+    """steps of a run to play with (default: 10 million on the GPU, 500,000 on the CPU)"""
+    learner_timesteps: int | None = None
+    """steps of a learner (default: 10 million on the GPU, 500,000 on the CPU)"""
+    episodes: int | None = None
+    """matches of every pair in the test (default: 64)"""
+    out: str | None = None
+    """the folder of all runs and the report (default: runs/paper_MAP, with --quick runs/quick_MAP)"""
+    jobs: int | None = None
+    """runs at a time (default: one to a core, or --runs-per-gpu to a GPU)"""
+    runs_per_gpu: int = 6
+    """runs that share a GPU"""
+    ray_address: str | None = None
+    """a Ray cluster to run on, such as auto"""
+
+
+class Evaluation(Job):
+    """A job of evaluate.py: its folder has a table in place of results."""
+
+    def done(self, root):
+        return Path(root) / self.name if (Path(root) / self.name / "evaluation.json").exists() else None
+
+    def begun(self, root):
+        return None
+
+    def options(self, words, run_root, resume=None):
+        return [*words, "--out", (Path(run_root) / self.name).as_posix()]
+
+
+def fill_in(args):
+    """Puts the sizes in that were not given."""
+    steps = 3000 if args.quick else 10_000_000 if args.cuda else 500_000
+    usual = {"pool_runs": 2, "test_runs": 1, "seeds": 1, "episodes": 8} if args.quick else {}
+    usual = {"pool_runs": 10, "test_runs": 10, "seeds": 5, "episodes": 64, **usual}
+    usual |= {"pool_timesteps": steps, "learner_timesteps": steps}
+    usual["out"] = f"runs/{'quick' if args.quick else 'paper'}_{args.map.replace('/', '-')}"
+    for name, value in usual.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    check_counts(args, (*usual, "jobs", "runs_per_gpu"))
+
+
+# ---- the plan ----
+@dataclass
+class Plan:
+    others: dict  # label -> runs to play with: the pool and the strangers
+    learners: dict  # method -> runs
+    evaluations: list  # (method, "seen" or "unseen", how many others, job)
+    jobs: list
+
+
+def make_plan(args):
+    try:
+        env = envs.make(args.map.removeprefix("sc2/"))
+    except ValueError as error:
+        raise SystemExit(f"--map {args.map}: {error}") from None
+    if env.n_agents < 2:
+        raise SystemExit(f"--map {args.map} has nobody to play with")
+    mates, device = env.n_agents - 1, ("--cuda",) * args.cuda
+    small = ("--num-envs", "16") if args.quick else ()
+    brief = (*small, "--eval-interval", "3000", "--eval-episodes", "16", "--final-eval-episodes", "16")
+    training = (*device, *(brief if args.quick else ()))
+
+    def job(script, seed, *arguments, label):
+        return Job(ROOT / script, args.map, seed, arguments, label)
+
+    def to_play_with(algorithm, label, runs, first_seed):
+        """Runs of different length, so that they differ in skill: from 80 to 120% of the steps."""
+        steps = np.linspace(0.8, 1.2, runs) * args.pool_timesteps if runs > 1 else [args.pool_timesteps]
+        return [
+            job(f"{algorithm}.py", first_seed + k, *training, "--total-timesteps", str(int(steps[k])), label=label)
+            for k in range(runs)
+        ]
+
+    strangers = {
+        f"test_{algorithm}": to_play_with(algorithm, f"test_{algorithm}", args.test_runs, 101)
+        for algorithm in ("iql", "vdn", "qmix")
+    }
+    unseen = [run for runs in strangers.values() for run in runs]
+    if env.team_reward:
+        pool, team = to_play_with("qmix", "pool_qmix", args.pool_runs, 1), f"{mates}qmix1learner"
+    else:
+        pool, team, unseen = ["NS", "NH"], f"{mates}other1learner", ["RAND", *unseen]
+    among = ("--team", team, "--pool", *pool)
+    short = ("--pretrain-timesteps", "2000", "--pretrain-updates", "100") if args.quick else ()
+    vae = job("pretrain_cvae.py", 1, *device, *small, *short, *among, label="vae")
+    learners = {}
+    for method, (script, *options) in METHODS.items():
+        options += ("--vae", Output(vae, "vae.pt")) if script == "omg_iql.py" else ()
+        options += ("--total-timesteps", str(args.learner_timesteps))
+        learners[method] = [
+            job(script, 1 + k, *training, *options, *among, label=method.replace(" ", "_").lower())
+            for k in range(args.seeds)
+        ]
+
+    egos = {**learners, **({POOL: pool} if env.team_reward else {})}
+    evaluations = list(evaluations_of(args, env, egos, pool, unseen))
+    networks = {**({"pool_qmix": pool} if env.team_reward else {}), **strangers}
+    runs = {**networks, "vae": [vae], **learners, "evaluations": [job for *_, job in evaluations]}
+    first = ("pool_qmix", "vae", *learners)  # whom others wait for; the strangers fill the gaps
+    order = sorted(runs, key=lambda label: label not in first)
+    return Plan(networks, learners, evaluations, [job for label in order for job in runs[label]])
+
+
+def evaluations_of(args, env, egos, pool, unseen):
+    """Every method with the strangers, homologue, non-homologue, and where there are many also one less; and the pool."""
+    mates = env.n_agents - 1
+    fewer = [("unseen", unseen, mates - 1)] if mates > 2 and env.team_reward else []
+    for method, runs in egos.items():
+        for others, policies, count in (("unseen", unseen, mates), *fewer, ("seen", pool, mates)):
+            if runs is policies:
+                continue
+            groups = ("homologue", "non-homologue") if count == mates > 1 else ("homologue",)
+            who = ("--ego", *runs, "--others", *policies, "--team", f"{count}other{mates + 1 - count}ego")
+            words = (*who, "--groups", *groups, "--episodes", str(args.episodes), *("--cuda",) * args.cuda)
+            label = f"evaluate_{method.replace(' ', '_').lower()}_{others}_{count}"
+            yield method, others, count, Evaluation(ROOT / "evaluate.py", args.map, 1, words, label)
+
+
+# ---- the report ----
+def by_seed(rows, measure):
+    """One number for every ego: its mean over all matches."""
+    egos = dict.fromkeys(row["ego"] for row in rows)
+    return [mean_of([row for row in rows if row["ego"] == ego], measure) for ego in egos]
+
+
+def mean_of(rows, measure):
+    return float(np.average([row[measure] for row in rows], weights=[row["episodes"] for row in rows]))
+
+
+def make_report(args, plan, root, seconds):
+    """All numbers of the report, as plain values."""
+    battle = args.map.removeprefix("sc2/") if "pool_qmix" in plan.others else None
+    measure = "win_rate" if battle else "return_mean"
+    results, metrics = [], {}
+    for method, others, count, job in plan.evaluations:
+        rows = json.loads((job.done(root) / "evaluation.json").read_text())
+        for group in dict.fromkeys(row["group"] for row in rows):
+            mine = [row for row in rows if row["group"] == group]
+            kinds = dict.fromkeys(row["other_algorithm"] for row in mine)
+            results.append({
+                "method": method, "others": others, "group": group, "count": count, "by_seed": by_seed(mine, measure),
+                "by_algorithm": {k: mean_of([r for r in mine if r["other_algorithm"] == k], measure) for k in kinds},
+                "matches": sum(row["episodes"] for row in mine),
+                "paper": PAPER.get((battle, group, count), {}).get(method) if others == "unseen" else None,
+            })  # fmt: skip
+            results[-1] |= summary([results[-1]["by_seed"]])
+            if others == "unseen" and group == "homologue" and count == plan.evaluations[0][2]:
+                names = dict.fromkeys(name for row in mine for name in row.get("metrics") or ())
+                metrics[method] = {
+                    name: float(np.mean([r["metrics"][name] for r in mine if name in (r["metrics"] or ())]))
+                    for name in names
+                }
+    finals = {
+        label: [read_results(job, root)["final"] for job in runs]
+        for label, runs in {**plan.others, **plan.learners}.items()
+    }
+    runs = {
+        label: {key: [final[key] for final in mine] for key in ("win_rate", "episodic_return")}
+        for label, mine in finals.items()
+    }
+    sizes = ("pool_runs", "test_runs", "seeds", "pool_timesteps", "learner_timesteps", "episodes")
+    first = read_results(plan.learners["IQL"][0], root)
+    return {
+        "map": args.map, "measure": measure, "sizes": {name: getattr(args, name) for name in sizes},
+        "device": "GPU" if first["args"]["cuda"] else "CPU", "versions": first["versions"], "seconds": seconds,
+        "results": results, "metrics": metrics, "runs": runs,
+    }  # fmt: skip
+
+
+def condition(result):
+    return f"{result['count']} {result['group']}" + ("" if result["others"] == "unseen" else ", of the pool")
+
+
+def text_of(report):
+    """report.md"""
+    share = report["measure"] == "win_rate"
+
+    def number(value):
+        return f"{100 * value:.1f}" if share else f"{value:.2f}"
+
+    def ours(result):
+        low, high = result["mean_interval"]
+        return f"{number(result['mean'])} ({number(low)} to {number(high)})"
+
+    results = report["results"]
+    methods, conditions = list(dict.fromkeys(r["method"] for r in results)), dict.fromkeys(map(condition, results))
+    rows, kinds = [], []
+    for name in conditions:
+        mine = {result["method"]: result for result in results if condition(result) == name}
+        rows.append([name, "ours", *(ours(mine[m]) if m in mine else "" for m in methods)])
+        if any(result["paper"] for result in mine.values()):
+            paper = [mine[m]["paper"] if m in mine else None for m in methods]
+            rows.append(["", "paper", *("" if value is None else f"{value:.1f}" for value in paper)])
+        for kind in dict.fromkeys(kind for result in mine.values() for kind in result["by_algorithm"]):
+            of_kind = [mine[m]["by_algorithm"].get(kind) if m in mine else None for m in methods]
+            kinds.append([name, kind, *("" if value is None else number(value) for value in of_kind)])
+    names = dict.fromkeys(name for values in report["metrics"].values() for name in values)
+    known = [m for m in methods if report["metrics"].get(m)]
+    measured = [[name, *(f"{report['metrics'][m][name]:.3f}" if name in report["metrics"][m] else "" for m in known)]
+                for name in names]  # fmt: skip
+    key = "win_rate" if share else "episodic_return"
+    finals = [[label, str(len(values[key])), *(number(f(values[key])) for f in (np.mean, min, max))]
+              for label, values in report["runs"].items()]  # fmt: skip
+    what = "Test win %" if share else "Mean return of the learner"
+    sizes = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in report["sizes"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    matches = sum(result["matches"] for result in results)
+    parts = [
+        f"# {report['map']}: team-mates never seen before",
+        f"{what}, mean over {report['sizes']['seeds']} seeds with its 95% bootstrap interval over seeds. Homologue: "
+        "all others of a match play by one policy; non-homologue: each by one of its own. The others are strangers, "
+        f"except where it says that they are those of training. {matches:,} matches in all.",
+        markdown(["others", "", *methods], rows),
+        "![results](results.png)",
+        "## By who the others are",
+        markdown(["others", "policy", *methods], kinds),
+        "## What the opponent models know",
+        markdown(["", *known], measured) if measured else "No method has an opponent model.",
+        "Measured with homologue strangers; the pages of the scripts define them. Hit ratio: the share of a match's "
+        "distinct states that some subgoal inferred before them, decoded, hits: every other unit that the learner sees "
+        "within 1.0 of its predicted place (stag hunt: in the very cell).",
+        "## The runs themselves",
+        markdown(["runs", "number", "mean", "lowest", "highest"], finals),
+        "The last greedy evaluation of each: of a learner, with those it learned with.",
+        "![learning curves](curves.png)",
+        "## How it was made",
+        f"Sizes: {sizes}. Seconds at work: {report['seconds']:.0f}, on the {report['device']}. Versions: {versions}.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(report, path):
+    """Every condition: the methods side by side with their intervals, the seeds as dots, the paper as crosses."""
+    from matplotlib.figure import Figure
+
+    results, scale = report["results"], 100 if report["measure"] == "win_rate" else 1
+    conditions = list(dict.fromkeys(map(condition, results)))
+    methods = list(dict.fromkeys(result["method"] for result in results))
+    figure = Figure(figsize=(2.6 * len(conditions) + 1, 4), layout="constrained")
+    axes = figure.subplots()
+    for result in results:
+        number = methods.index(result["method"])
+        x = conditions.index(condition(result)) + (number - (len(methods) - 1) / 2) * 0.8 / len(methods)
+        mean, (low, high) = scale * result["mean"], (scale * value for value in result["mean_interval"])
+        axes.bar(x, mean, 0.75 / len(methods), color=f"C{number}", alpha=0.6)
+        axes.errorbar(x, mean, [[mean - low], [high - mean]], color="black", capsize=3, linewidth=1)
+        axes.plot([x] * len(result["by_seed"]), scale * np.array(result["by_seed"]), ".", color=f"C{number}", ms=4)
+        if result["paper"] is not None:
+            axes.plot(x, result["paper"], "kx", ms=6)
+    handles = [axes.bar(0, 0, color=f"C{number}", alpha=0.6, label=name) for number, name in enumerate(methods)]
+    if any(result["paper"] is not None for result in results):
+        handles += axes.plot([], [], "kx", label="paper")
+    axes.set_xticks(range(len(conditions)), conditions)
+    axes.set_ylabel("test win %" if scale == 100 else "return")
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def main(words):
+    args = tyro.cli(Args, args=words, prog="sweep.py paper")
+    fill_in(args)
+    plan, root, started = make_plan(args), Path(args.out), time.time()
+    root.mkdir(parents=True, exist_ok=True)
+    clock = root / "seconds.json"
+    before = json.loads(clock.read_text()) if clock.exists() else 0.0
+    try:
+        with contextlib.closing((OnRay if args.ray_address else Here)(args, root)) as place:
+            complete = run_all(plan.jobs, place, root)
+    finally:
+        clock.write_text(json.dumps(before + time.time() - started))
+    if not complete:
+        return 1
+    report = make_report(args, plan, root, before + time.time() - started)
+    (root / "report.json").write_text(json.dumps(report, indent=1))
+    (root / "report.md").write_text(text_of(report))
+    draw(report, root / "results.png")
+    learning = {(m, args.map): [read_results(job, root) for job in runs] for m, runs in plan.learners.items()}
+    curves(learning, root / "curves.png")
+    print(text_of(report), f"{root / 'report.md'} has this and the pictures", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit("python sweep.py paper runs this")
