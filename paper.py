@@ -161,7 +161,7 @@ def make_plan(args):
 
 
 def evaluations_of(args, env, egos, pool, unseen):
-    """Every method with the strangers, homologue, non-homologue, and where there are many also one less; and the pool."""
+    """Every method with strangers in all seats but its own, or (where they are many) one less, and with the pool."""
     mates = env.n_agents - 1
     fewer = [("unseen", unseen, mates - 1)] if mates > 2 and env.team_reward else []
     for method, runs in egos.items():
@@ -238,6 +238,8 @@ def text_of(report):
         return f"{100 * value:.1f}" if share else f"{value:.2f}"
 
     def ours(result):
+        if len(result["by_seed"]) == 1:
+            return number(result["mean"])
         low, high = result["mean_interval"]
         return f"{number(result['mean'])} ({number(low)} to {number(high)})"
 
@@ -260,15 +262,15 @@ def text_of(report):
     key = "win_rate" if share else "episodic_return"
     finals = [[label, str(len(values[key])), *(number(f(values[key])) for f in (np.mean, min, max))]
               for label, values in report["runs"].items()]  # fmt: skip
-    what = "Test win %" if share else "Mean return of the learner"
+    what, seeds = "Test win %" if share else "Mean return of the learner", report["sizes"]["seeds"]
+    over = f"mean over {seeds} seeds with its 95% bootstrap interval over seeds" if seeds > 1 else "one seed"
     sizes = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in report["sizes"].items())
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     matches = sum(result["matches"] for result in results)
     parts = [
         f"# {report['map']}: team-mates never seen before",
-        f"{what}, mean over {report['sizes']['seeds']} seeds with its 95% bootstrap interval over seeds. Homologue: "
-        "all others of a match play by one policy; non-homologue: each by one of its own. The others are strangers, "
-        f"except where it says that they are those of training. {matches:,} matches in all.",
+        f"{what}, {over}. Homologue: all others of a match play by one policy; non-homologue: each by one of its own. "
+        f"The others are strangers, except where it says that they are of the pool. {matches:,} matches in all.",
         markdown(["others", "", *methods], rows),
         "![results](results.png)",
         "## By who the others are",

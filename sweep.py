@@ -595,9 +595,9 @@ def curves(groups, path):
                 continue
             steps = np.linspace(max(e[0]["steps"] for e in seeds), min(e[-1]["steps"] for e in seeds), 100)
             values = [np.interp(steps, [e["steps"] for e in run], [e[metric] for e in run]) for run in seeds]
-            bands = [bootstrap([column], np.mean, 500) for column in np.transpose(values)]
+            band = np.transpose([bootstrap([column], np.mean, 500) for column in np.transpose(values)])
             axes.plot(steps, np.mean(values, 0), color=f"C{number}", label=label)
-            axes.fill_between(steps, *np.transpose(bands), color=f"C{number}", alpha=0.2, linewidth=0)
+            axes.fill_between(steps, *band, color=f"C{number}", alpha=0.2, linewidth=0)
         axes.set(title=env_id, xlabel="steps", ylabel=f"eval/{metric}", xlim=(0, None))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)

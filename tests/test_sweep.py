@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+import paper  # noqa: E402
 import sweep  # noqa: E402
 
 TOY = ROOT / "tests" / "toy_script.py"
@@ -83,14 +84,17 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_left(tmp_path):
 
 
 def test_other_arguments_make_other_runs(tmp_path):
-    run(tmp_path, "--env-ids", "a", "--seeds", 1, "--vary", "pause", "0", "0.01", options=("--total-timesteps", 3))
-    run(tmp_path, "--env-ids", "a", "--seeds", 1, options=("--total-timesteps", 4))
-    made = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/results.json")]
+    args = sweep.Args((str(TOY),), ("a",), seeds=1, vary=(("pause", "0", "0.01"),), jobs=4)
+    jobs = list(sweep.jobs_of(args, ["--total-timesteps", "3"]))
+    args.vary = ()
+    jobs += sweep.jobs_of(args, ["--total-timesteps", "4"])
+    assert sweep.run_all(jobs, sweep.Here(args, tmp_path), tmp_path)
+    made = [json.loads(path.read_text()) for path in tmp_path.glob("*/results.json")]
     assert sorted((one["args"]["pause"], one["steps"]) for one in made) == [(0.0, 3), (0.0, 4), (0.01, 3)]
 
 
 @posix
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_stopped_sweep_goes_on(tmp_path, number):
     words, options = ("--env-ids", "a", "--seeds", 3, "--jobs", 2), ("--pause", 0.05, "--total-timesteps", 20)
     process = subprocess.Popen(command(*words, options=options), cwd=tmp_path, stdout=subprocess.PIPE, text=True,
@@ -249,3 +253,112 @@ def test_without_ray_the_message_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SystemExit, match=r'pip install -e "\.\[ray\]"'):
         sweep.OnRay(sweep.Args((), ()), tmp_path)
+
+
+# ---- the paper's experiment ----
+def pretend(plan, root, seed=0):
+    """Folders as if every job of a plan were done, with results at random."""
+    rng = np.random.default_rng(seed)
+    for job in plan.jobs:
+        if isinstance(job, paper.Evaluation):
+            rows = [
+                {"ego": ego, "other": other, "other_algorithm": other[:2], "group": group, "episodes": episodes,
+                 "win_rate": rng.random(), "return_mean": 5 * rng.random(), "metrics": {"hit_ratio": rng.random()}}
+                for ego in ("ego 1", "ego 2")
+                for other, episodes in (("iql 1", 10), ("iql 2", 30), ("vdn 1", 20))
+                for group in ("homologue", "non-homologue")
+            ]  # fmt: skip
+            (root / job.name).mkdir(parents=True)
+            (root / job.name / "evaluation.json").write_text(json.dumps(rows))
+        else:
+            final = {"win_rate": rng.random(), "episodic_return": 5 * rng.random()}
+            evals = [{"steps": step, **final} for step in (1, 2)]
+            about = {"args": {"cuda": False}, "versions": {"python": "3"}, "final": final, "evals": evals}
+            (root / f"{job.name}__1").mkdir(parents=True)
+            (root / f"{job.name}__1" / "results.json").write_text(json.dumps(about))
+
+
+def read_table(text, head):
+    """{first two cells: {column: cell}} of the table of a report that begins with `head`; empty first cells repeat."""
+    lines = text[text.index(f"| {head}") :].split("\n\n")[0].split("\n")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found, name = {}, ""
+    for row in cells[2:]:
+        name = row[0] or name
+        found[name, row[1]] = dict(zip(cells[0][2:], row[2:]))
+    return found
+
+
+@pytest.mark.parametrize(("env_id", "mates"), [("8m", 7), ("2c_vs_64zg", 1), ("stag_hunt_4x4", 3)])
+def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, capsys, env_id, mates):
+    words = ["--map", env_id, "--seeds", "2", "--pool-runs", "3", "--test-runs", "2", "--out", str(tmp_path / "all")]
+    args = paper.tyro.cli(paper.Args, args=words)
+    paper.fill_in(args)
+    plan = paper.make_plan(args)
+    pretend(plan, tmp_path / "all")
+    assert paper.main(words) == 0
+    text, measure = (tmp_path / "all" / "report.md").read_text(), "return_mean" if mates == 3 else "win_rate"
+    assert text in capsys.readouterr().out
+    ours, checked = read_table(text, "others"), 0
+    for method, others, count, job in plan.evaluations:
+        rows = json.loads((tmp_path / "all" / job.name / "evaluation.json").read_text())
+        for group in ("homologue", "non-homologue"):
+            won, played = {"ego 1": 0.0, "ego 2": 0.0}, Counter()
+            for row in rows:
+                if row["group"] == group:
+                    won[row["ego"]] += row[measure] * row["episodes"]
+                    played[row["ego"]] += row["episodes"]
+            shares = sorted(won[ego] / played[ego] for ego in won)
+            scale, form = (1, "{:.2f}") if measure == "return_mean" else (100, "{:.1f}")
+            expected = [form.format(scale * value) for value in (sum(shares) / 2, *shares)]
+            cell = ours[f"{count} {group}{', of the pool' * (others == 'seen')}", "ours"][method]
+            assert cell == "{} ({} to {})".format(*expected), "two seeds are their own interval"
+            checked += 1
+    assert checked == 2 * len(plan.evaluations)
+    if env_id == "8m":
+        assert ours["7 non-homologue", "paper"]["OMG optimistic"] == "70.5"
+        assert ours["6 homologue", "paper"]["LIAM"] == "79.7"
+        assert ours["7 homologue", "paper"][paper.POOL] == "61.0"
+    assert all((tmp_path / "all" / name).stat().st_size > 1000 for name in ("results.png", "curves.png"))
+
+
+def test_the_plan_is_the_papers():
+    args = paper.Args()
+    paper.fill_in(args)
+    plan = paper.make_plan(args)
+    counts = Counter(job.script.stem for job in plan.jobs)
+    assert counts == {"qmix": 20, "iql": 15, "vdn": 10, "pretrain_cvae": 1, "liam_iql": 5, "naive_om_iql": 5,
+                      "omg_iql": 10, "evaluate": 17}  # fmt: skip
+    assert len({job.name for job in plan.jobs}) == len(plan.jobs)
+    pool, strangers = (
+        plan.others["pool_qmix"],
+        {job for label in plan.others if "test" in label for job in plan.others[label]},
+    )
+    assert not {job.seed for job in pool} & {job.seed for job in strangers}
+    for runs in plan.learners.values():
+        assert [job.seed for job in runs] == [1, 2, 3, 4, 5]
+        assert all(set(pool) <= set(job.needs) and not strangers & set(job.needs) for job in runs)
+    for method, others, count, job in plan.evaluations:
+        egos = plan.learners.get(method, pool)
+        assert set(job.needs) == {*egos, *(strangers if others == "unseen" else pool)}
+        assert f"{count}other{8 - count}ego" in job.arguments
+
+
+@pytest.mark.slow
+def test_the_quick_experiment_stops_goes_on_and_ends_in_a_report(tmp_path):
+    words = [sys.executable, str(ROOT / "sweep.py"), "paper", "--map", "3m", "--quick", "--out", "all"]
+    if os.name != "nt":
+        process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        wait_for(lambda: list(tmp_path.glob("all/3m__pool_qmix*/results.json")), 200)
+        process.send_signal(signal.SIGTERM)
+        assert "the same command goes on" in process.communicate()[0]
+    os.rename(tmp_path / "all", tmp_path / "moved")
+    words[-1] = "moved"
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert os.name == "nt" or "done already" in done.stdout
+    report = json.loads((tmp_path / "moved" / "report.json").read_text())
+    assert {result["method"] for result in report["results"]} == {*paper.METHODS, paper.POOL}
+    assert all(0 <= result["mean"] <= 1 and result["matches"] >= 8 for result in report["results"])
+    assert "hit_ratio" in report["metrics"]["OMG optimistic"]
+    assert "action_accuracy" in report["metrics"]["naive OM"]
