@@ -383,8 +383,8 @@ def gpus():
     """The GPUs to share, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(number) for number in range(count)]
 
 
 @contextlib.contextmanager
@@ -426,8 +426,8 @@ class Terminal:
     def show(self, lines):
         if self.live and time.time() - self.shown > 0.5:
             self.erase()
-            width, height = shutil.get_terminal_size()
-            lines = lines if len(lines) < height else [*lines[: height - 2], f"and {len(lines) - height + 2} more"]
+            (width, height), lines = shutil.get_terminal_size(), list(lines())
+            lines = lines if len(lines) < height else [*lines[: height - 3], "...", lines[-1]]
             print("\n".join(line[: width - 1] for line in lines), flush=True)
             self.drawn, self.shown = len(lines), time.time()
 
@@ -459,49 +459,62 @@ def run_all(jobs, place, root, run_root="."):
     crashes, losses, given_up = Counter(), Counter(), {}
     if done:
         terminal.tell(f"{len(done)} of {len(jobs)} runs are done already")
+
+    def start(job):
+        waiting.remove(job)
+        resume, log = job.begun(root), root / "logs" / f"{job.name}.log"
+        resume = None if resume and given_up.get(job) == age(resume) else resume
+        running[job] = place.start(job, root, run_root, resume, log), resume, resume and age(resume)
+        terminal.tell(f"{job.name} {'goes on' if resume else 'starts'}")
+
+    def end(job, code):
+        process, resume, before = running.pop(job)
+        if job.done(root):
+            done.add(job)
+            terminal.tell(f"{job.name} is done: {process.line()}")
+        elif stops:
+            terminal.tell(f"{job.name} stopped")
+        elif code == LOST:
+            losses[job] += 1
+            terminal.tell(f"{job.name} lost its node{'' if losses[job] < LOSSES else ' too often'}")
+        else:
+            crashes[job] += 1
+            terminal.tell(f"{job.name} crashed: {process.line()}")
+            if resume and age(resume) == before:
+                given_up[job] = before  # it came no further from there: the next try starts anew
+        if job not in done and crashes[job] < TRIES and losses[job] < LOSSES:
+            waiting.insert(0, job)
+
+    def lines():
+        yield from (f"{job.name}  {process.line()}" for job, (process, *_) in running.items())
+        yield f"{len(done)} of {len(jobs)} done, {len(running)} at work, {time.time() - began:.0f} s"
+
     with stop_signals() as stops:
-        while waiting or running:
-            ready = [job for job in waiting if done.issuperset(job.needs)]
-            for job in ready[: max(place.room() - len(running), 0)] if not stops else ():
-                waiting.remove(job)
-                resume, log = job.begun(root), root / "logs" / f"{job.name}.log"
-                resume = None if resume and given_up.get(job) == age(resume) else resume
-                running[job] = place.start(job, root, run_root, resume, log), resume, resume and age(resume)
-                terminal.tell(f"{job.name} {'goes on' if resume else 'starts'}")
-            if not running:
-                break  # what still waits needs a run that failed
-            for job, (process, resume, before) in list(running.items()):
-                for _ in range(process.asked, min(len(stops), 2)):
-                    process.stop()
-                code = process.poll()
-                if code is None:
-                    continue
-                del running[job]
-                if job.done(root):
-                    done.add(job)
-                    terminal.tell(f"{job.name} is done: {process.line()}")
-                elif stops:
-                    terminal.tell(f"{job.name} stopped")
-                elif code == LOST:
-                    losses[job] += 1
-                    terminal.tell(f"{job.name} lost its node{'' if losses[job] < LOSSES else ' too often'}")
-                    waiting = [job] * (losses[job] < LOSSES) + waiting
-                else:
-                    crashes[job] += 1
-                    terminal.tell(f"{job.name} crashed: {process.line()}")
-                    if resume and age(resume) == before:
-                        given_up[job] = before  # it came no further from there: the next try starts anew
-                    waiting = [job] * (crashes[job] < TRIES) + waiting
-            count = f"{len(done)} of {len(jobs)} done"
-            lines = [f"{job.name}  {process.line()}" for job, (process, *_) in running.items()]
-            terminal.show([*lines, f"{count}, {len(running)} at work, {time.time() - began:.0f} s"])
-            time.sleep(0.1)
+        try:
+            while waiting or running:
+                ready = [job for job in waiting if done.issuperset(job.needs)] if not stops else []
+                for job in ready[: max(place.room() - len(running), 0)]:
+                    start(job)
+                if not running:
+                    break  # what still waits needs a run that failed
+                for job, (process, *_) in list(running.items()):
+                    for _ in range(process.asked, min(len(stops), 2)):
+                        process.stop()
+                    code = process.poll()
+                    if code is not None:
+                        end(job, code)
+                terminal.show(lines)
+                time.sleep(0.1)
+        finally:
+            for process, *_ in running.values():
+                process.stop()
     terminal.erase()
     missing = [job for job in jobs if job not in done]
-    if stops:
+    if stops and missing:
         raise SystemExit(f"stopped with {len(missing)} runs to do: the same command goes on")
     for job in missing:
-        print(f"{job.name} failed: see {root / 'logs' / job.name}.log")
+        tried = crashes[job] or losses[job]
+        print(f"{job.name} failed: see {root / 'logs' / job.name}.log" if tried else f"{job.name} waits for these")
     return not missing
 
 
