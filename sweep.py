@@ -252,7 +252,7 @@ class OnRay:
         demand = {"num_cpus": 0, "num_gpus": 1 / args.runs_per_gpu} if args.cuda else {"num_cpus": 1}
         self.runner = ray.remote(**demand, scheduling_strategy="SPREAD")(Runner)
         self.code = {
-            os.fspath(path.relative_to(ROOT)): path.read_bytes()
+            path.relative_to(ROOT).as_posix(): path.read_bytes()
             for pattern in ("*.py", "envs/*.py", "envs/*.html")
             for path in sorted(ROOT.glob(pattern))
         }
@@ -279,7 +279,7 @@ class OnRay:
         for path in map(Path, glob.glob(os.fspath(self.folder / word))):
             for file in (path, path / "checkpoint.pt", path / "results.json"):
                 if file.is_file():
-                    name = os.path.relpath(file, self.folder)
+                    name = Path(os.path.relpath(file, self.folder)).as_posix()
                     if os.path.isabs(word) or name.startswith(".."):
                         raise SystemExit(f"{word}: on a cluster, paths are relative to the current folder and in it")
                     found[name] = file.read_bytes()
@@ -315,7 +315,10 @@ class RemoteProcess:
 
     def stop(self):
         self.asked += 1
-        self.runner.stop.remote()
+        if self.asked > 1:
+            self.ray.kill(self.runner)
+        else:
+            self.runner.stop.remote()
 
     def line(self):
         return self.said

@@ -1,7 +1,9 @@
 """Sweeps: what is run, tried again, resumed and skipped, here and on a cluster; and what the table says of it."""
 
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,6 +124,24 @@ def test_jobs_wait_for_what_they_need(tmp_path):
     assert not sweep.run_all([third, second, first], place, tmp_path), "nobody makes what the third needs"
     assert json.loads((second.done(tmp_path) / "results.json").read_text())["read"] == 3
     assert third.done(tmp_path) is None
+
+
+class Watched(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_every_run_at_work_has_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Watched())
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: (40, 24))
+    jobs = [sweep.Job(TOY, "a", seed, ("--total-timesteps", "8", "--pause", "0.2")) for seed in (1, 2)]
+    assert sweep.run_all(jobs, sweep.Here(sweep.Args((), (), jobs=2), tmp_path), tmp_path)
+    drawn = [text.split("\n") for text in sys.stdout.getvalue().split("\x1b[J")]
+    live = [lines for lines in drawn if "0 of 2 done, 2 at work" in lines[-2]]
+    assert len(live) >= 2, "it is drawn again and again, over the last"
+    assert [line.split("  ")[0] for line in live[-1][:2]] == [job.name for job in jobs]
+    assert all("steps" in line and len(line) < 40 for line in live[-1][:2])
+    assert drawn[-1] == [*(f"{job.name} is done: counted" for job in jobs), ""], "only the events are left"
 
 
 @pytest.mark.parametrize(
