@@ -369,8 +369,8 @@ class Runner:
 
 
 def put_files(files, folder):
-    """Each in one piece, for others may be reading it."""
-    for name, content in files.items():
+    """Each in one piece, for others may be reading it; results at the end, for they say that all is there."""
+    for name, content in sorted(files.items(), key=lambda file: file[0].endswith("results.json")):
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
@@ -400,17 +400,14 @@ def shared_gpu():
     with tempfile.TemporaryDirectory(prefix="mps") as folder:
         settings = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         probe = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
-        works = all(
-            subprocess.run(command, env={**os.environ, **settings}, capture_output=True, check=False).returncode == 0
-            for command in ([control, "-d"], probe)
-        )
+        with_settings = {"env": {**os.environ, **settings}, "capture_output": True, "check": False}
+        works = all(subprocess.run(command, **with_settings).returncode == 0 for command in ([control, "-d"], probe))
         if not works:
             print("NVIDIA's multi-process service does not start here: runs on one GPU take turns.")
         try:
             yield settings if works else {}
         finally:
-            quit = {"input": b"quit\n", "env": {**os.environ, **settings}}
-            subprocess.run([control], **quit, capture_output=True, check=False)
+            subprocess.run([control], input=b"quit\n", **with_settings)
 
 
 # ---- doing it ----
