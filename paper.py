@@ -41,6 +41,10 @@ PAPER = {
                                      "OMG optimistic": 64.4},
 }  # fmt: skip
 
+COLUMNS = (
+    "ego", "algorithm", "adapted", "group", "other", "episodes", "wins", "win_rate", "return", "return_std", "length",
+)  # of a row of evaluate.py, beside the metrics of opponent models and the ends of intervals  # fmt: skip
+
 
 @dataclass
 class Args:
@@ -61,7 +65,7 @@ class Args:
     learner_timesteps: int | None = None
     """steps of a learner (default: 10 million on the GPU, 500,000 on the CPU)"""
     episodes: int | None = None
-    """matches of every pair in the test (default: 64)"""
+    """matches of every learner with every stranger (default: 128)"""
     out: str | None = None
     """the folder of all runs and the report (default: runs/paper_MAP, with --quick runs/quick_MAP)"""
     jobs: int | None = None
@@ -73,13 +77,10 @@ class Args:
 
 
 class Evaluation(Job):
-    """A job of evaluate.py: its folder has a table in place of results."""
+    """A job of evaluate.py, whose folder has no time in its name; what was interrupted begins again."""
 
-    def done(self, root):
-        return Path(root) / self.name if (Path(root) / self.name / "evaluation.json").exists() else None
-
-    def begun(self, root):
-        return None
+    def runs(self, root):
+        return [Path(root) / self.name]
 
     def options(self, words, run_root, resume=None):
         return [*words, "--out", (Path(run_root) / self.name).as_posix()]
@@ -89,7 +90,7 @@ def fill_in(args):
     """Puts the sizes in that were not given."""
     steps = 3000 if args.quick else 10_000_000 if args.cuda else 500_000
     usual = {"pool_runs": 2, "test_runs": 1, "seeds": 1, "episodes": 8} if args.quick else {}
-    usual = {"pool_runs": 10, "test_runs": 10, "seeds": 5, "episodes": 64, **usual}
+    usual = {"pool_runs": 10, "test_runs": 10, "seeds": 5, "episodes": 128, **usual}
     usual |= {"pool_timesteps": steps, "learner_timesteps": steps}
     usual["out"] = f"runs/{'quick' if args.quick else 'paper'}_{args.map.replace('/', '-')}"
     for name, value in usual.items():
@@ -176,39 +177,42 @@ def evaluations_of(args, env, egos, pool, unseen):
 
 
 # ---- the report ----
-def by_seed(rows, measure):
-    """One number for every ego: its mean over all matches."""
-    egos = dict.fromkeys(row["ego"] for row in rows)
-    return [mean_of([row for row in rows if row["ego"] == ego], measure) for ego in egos]
-
-
 def mean_of(rows, measure):
+    """Over all matches of these rows."""
     return float(np.average([row[measure] for row in rows], weights=[row["episodes"] for row in rows]))
+
+
+def means_by(kind, rows, measure):
+    """The same for every kind of row."""
+    return {k: mean_of([row for row in rows if kind(row) == k], measure) for k in dict.fromkeys(map(kind, rows))}
+
+
+def metrics_of(rows):
+    """The means of what an opponent model is measured by: whatever evaluate.py adds to a row's own columns."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in COLUMNS]
+    names = [name for name in names if not name.endswith(("_low", "_high"))]
+    return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
 
 
 def make_report(args, plan, root, seconds):
     """All numbers of the report, as plain values."""
     battle = args.map.removeprefix("sc2/") if "pool_qmix" in plan.others else None
-    measure = "win_rate" if battle else "return_mean"
+    measure, most = "win_rate" if battle else "return", max(count for _, _, count, _ in plan.evaluations)
+    algorithm = {job.done(root).name: job.script.stem for runs in plan.others.values() for job in runs}
     results, metrics = [], {}
     for method, others, count, job in plan.evaluations:
-        rows = json.loads((job.done(root) / "evaluation.json").read_text())
+        rows = [row for row in read_results(job, root)["rows"] if row["episodes"] and row["other"] != "all"]
         for group in dict.fromkeys(row["group"] for row in rows):
             mine = [row for row in rows if row["group"] == group]
-            kinds = dict.fromkeys(row["other_algorithm"] for row in mine)
+            by_seed = list(means_by(lambda row: row["ego"], mine, measure).values())
             results.append({
-                "method": method, "others": others, "group": group, "count": count, "by_seed": by_seed(mine, measure),
-                "by_algorithm": {k: mean_of([r for r in mine if r["other_algorithm"] == k], measure) for k in kinds},
-                "matches": sum(row["episodes"] for row in mine),
+                "method": method, "others": others, "group": group, "count": count, "by_seed": by_seed,
+                "by_other": means_by(lambda row: algorithm.get(row["other"], row["other"]), mine, measure),
+                "matches": sum(row["episodes"] for row in mine), **summary([by_seed]),
                 "paper": PAPER.get((battle, group, count), {}).get(method) if others == "unseen" else None,
             })  # fmt: skip
-            results[-1] |= summary([results[-1]["by_seed"]])
-            if others == "unseen" and group == "homologue" and count == plan.evaluations[0][2]:
-                names = dict.fromkeys(name for row in mine for name in row.get("metrics") or ())
-                metrics[method] = {
-                    name: float(np.mean([r["metrics"][name] for r in mine if name in (r["metrics"] or ())]))
-                    for name in names
-                }
+            if (others, group, count) == ("unseen", "homologue", most):
+                metrics[method] = metrics_of(mine)
     finals = {
         label: [read_results(job, root)["final"] for job in runs]
         for label, runs in {**plan.others, **plan.learners}.items()
@@ -252,8 +256,8 @@ def text_of(report):
         if any(result["paper"] for result in mine.values()):
             paper = [mine[m]["paper"] if m in mine else None for m in methods]
             rows.append(["", "paper", *("" if value is None else f"{value:.1f}" for value in paper)])
-        for kind in dict.fromkeys(kind for result in mine.values() for kind in result["by_algorithm"]):
-            of_kind = [mine[m]["by_algorithm"].get(kind) if m in mine else None for m in methods]
+        for kind in dict.fromkeys(kind for result in mine.values() for kind in result["by_other"] if kind != "mixed"):
+            of_kind = [mine[m]["by_other"].get(kind) if m in mine else None for m in methods]
             kinds.append([name, kind, *("" if value is None else number(value) for value in of_kind)])
     names = dict.fromkeys(name for values in report["metrics"].values() for name in values)
     known = [m for m in methods if report["metrics"].get(m)]

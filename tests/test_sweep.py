@@ -282,14 +282,14 @@ def pretend(plan, root, seed=0):
     for job in plan.jobs:
         if isinstance(job, paper.Evaluation):
             rows = [
-                {"ego": ego, "other": other, "other_algorithm": other[:2], "group": group, "episodes": episodes,
-                 "win_rate": rng.random(), "return_mean": 5 * rng.random(), "metrics": {"hit_ratio": rng.random()}}
+                {"ego": ego, "other": other, "group": group, "episodes": episodes, "win_rate": rng.random(),
+                 "win_rate_low": 0.0, "return": 5 * rng.random(), "hit_ratio": rng.random(), "hit_ratio_low": 0.0}
                 for ego in ("ego 1", "ego 2")
-                for other, episodes in (("iql 1", 10), ("iql 2", 30), ("vdn 1", 20))
-                for group in ("homologue", "non-homologue")
+                for group, other, episodes in (("homologue", "one", 10), ("homologue", "two", 30),
+                                               ("homologue", "all", 40), ("non-homologue", "mixed", 40))
             ]  # fmt: skip
             (root / job.name).mkdir(parents=True)
-            (root / job.name / "evaluation.json").write_text(json.dumps(rows))
+            (root / job.name / "results.json").write_text(json.dumps({"rows": rows}))
         else:
             final = {"win_rate": rng.random(), "episodic_return": 5 * rng.random()}
             evals = [{"steps": step, **final} for step in (1, 2)]
@@ -317,19 +317,19 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, capsys, env_id,
     plan = paper.make_plan(args)
     pretend(plan, tmp_path / "all")
     assert paper.main(words) == 0
-    text, measure = (tmp_path / "all" / "report.md").read_text(), "return_mean" if mates == 3 else "win_rate"
+    text, measure = (tmp_path / "all" / "report.md").read_text(), "return" if mates == 3 else "win_rate"
     assert text in capsys.readouterr().out
     ours, checked = read_table(text, "others"), 0
     for method, others, count, job in plan.evaluations:
-        rows = json.loads((tmp_path / "all" / job.name / "evaluation.json").read_text())
+        rows = json.loads((tmp_path / "all" / job.name / "results.json").read_text())["rows"]
         for group in ("homologue", "non-homologue"):
             won, played = {"ego 1": 0.0, "ego 2": 0.0}, Counter()
             for row in rows:
-                if row["group"] == group:
+                if row["group"] == group and row["other"] != "all":
                     won[row["ego"]] += row[measure] * row["episodes"]
                     played[row["ego"]] += row["episodes"]
             shares = sorted(won[ego] / played[ego] for ego in won)
-            scale, form = (1, "{:.2f}") if measure == "return_mean" else (100, "{:.1f}")
+            scale, form = (1, "{:.2f}") if measure == "return" else (100, "{:.1f}")
             expected = [form.format(scale * value) for value in (sum(shares) / 2, *shares)]
             cell = ours[f"{count} {group}{', of the pool' * (others == 'seen')}", "ours"][method]
             assert cell == "{} ({} to {})".format(*expected), "two seeds are their own interval"
