@@ -201,9 +201,9 @@ def make_report(args, plan, root, seconds):
     algorithm = {job.done(root).name: job.script.stem for runs in plan.others.values() for job in runs}
     results, metrics = [], {}
     for method, others, count, job in plan.evaluations:
-        rows = [row for row in read_results(job, root)["rows"] if row["episodes"] and row["other"] != "all"]
+        rows = [row for row in read_results(job, root)["rows"] if row["episodes"]]
         for group in dict.fromkeys(row["group"] for row in rows):
-            mine = [row for row in rows if row["group"] == group]
+            mine = [row for row in rows if row["group"] == group and row["other"] != "all"]
             by_seed = list(means_by(lambda row: row["ego"], mine, measure).values())
             results.append({
                 "method": method, "others": others, "group": group, "count": count, "by_seed": by_seed,
@@ -212,7 +212,7 @@ def make_report(args, plan, root, seconds):
                 "paper": PAPER.get((battle, group, count), {}).get(method) if others == "unseen" else None,
             })  # fmt: skip
             if (others, group, count) == ("unseen", "homologue", most):
-                metrics[method] = metrics_of(mine)
+                metrics[method] = metrics_of([row for row in rows if row["other"] == "all"])
     finals = {
         label: [read_results(job, root)["final"] for job in runs]
         for label, runs in {**plan.others, **plan.learners}.items()
@@ -280,8 +280,8 @@ def text_of(report):
         "## By who the others are",
         markdown(["others", "policy", *methods], kinds),
         "## What the opponent models know",
-        markdown(["", *known], measured) if measured else "No method has an opponent model.",
-        "Measured with homologue strangers; the pages of the scripts define them. Hit ratio: the share of a match's "
+        markdown(["metric", *known], measured) if measured else "No method has an opponent model.",
+        "Mean over seeds, with homologue strangers; the pages of the scripts define them. Hit ratio: the share of a match's "
         "distinct states that some subgoal inferred before them, decoded, hits: every other unit that the learner sees "
         "within 1.0 of its predicted place (stag hunt: in the very cell).",
         "## The runs themselves",

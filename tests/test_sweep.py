@@ -298,14 +298,14 @@ def pretend(plan, root, seed=0):
             (root / f"{job.name}__1" / "results.json").write_text(json.dumps(about))
 
 
-def read_table(text, head):
-    """{first two cells: {column: cell}} of the table of a report that begins with `head`; empty first cells repeat."""
-    lines = text[text.index(f"| {head}") :].split("\n\n")[0].split("\n")
+def read_table(text, head, keys):
+    """{the first cells, joined: {column: cell}} of the table of a report whose first cell is `head`."""
+    lines = text[text.index(f"| {head} ") :].split("\n\n")[0].split("\n")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     found, name = {}, ""
     for row in cells[2:]:
-        name = row[0] or name
-        found[name, row[1]] = dict(zip(cells[0][2:], row[2:]))
+        name = row[0] or name  # an empty cell is that above
+        found[" ".join([name, *row[1:keys]])] = dict(zip(cells[0][keys:], row[keys:]))
     return found
 
 
@@ -319,7 +319,7 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, capsys, env_id,
     assert paper.main(words) == 0
     text, measure = (tmp_path / "all" / "report.md").read_text(), "return" if mates == 3 else "win_rate"
     assert text in capsys.readouterr().out
-    ours, checked = read_table(text, "others"), 0
+    ours, checked = read_table(text, "others", 2), 0
     for method, others, count, job in plan.evaluations:
         rows = json.loads((tmp_path / "all" / job.name / "results.json").read_text())["rows"]
         for group in ("homologue", "non-homologue"):
@@ -331,14 +331,17 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, capsys, env_id,
             shares = sorted(won[ego] / played[ego] for ego in won)
             scale, form = (1, "{:.2f}") if measure == "return" else (100, "{:.1f}")
             expected = [form.format(scale * value) for value in (sum(shares) / 2, *shares)]
-            cell = ours[f"{count} {group}{', of the pool' * (others == 'seen')}", "ours"][method]
+            cell = ours[f"{count} {group}{', of the pool' * (others == 'seen')} ours"][method]
             assert cell == "{} ({} to {})".format(*expected), "two seeds are their own interval"
             checked += 1
+        if (others, count) == ("unseen", mates):
+            hits = [row["hit_ratio"] for row in rows if row["other"] == "all"]
+            assert read_table(text, "metric", 1)["hit_ratio"][method] == f"{np.mean(hits):.3f}"
     assert checked == 2 * len(plan.evaluations)
     if env_id == "8m":
-        assert ours["7 non-homologue", "paper"]["OMG optimistic"] == "70.5"
-        assert ours["6 homologue", "paper"]["LIAM"] == "79.7"
-        assert ours["7 homologue", "paper"][paper.POOL] == "61.0"
+        assert ours["7 non-homologue paper"]["OMG optimistic"] == "70.5"
+        assert ours["6 homologue paper"]["LIAM"] == "79.7"
+        assert ours["7 homologue paper"][paper.POOL] == "61.0"
     assert all((tmp_path / "all" / name).stat().st_size > 1000 for name in ("results.png", "curves.png"))
 
 
