@@ -10,6 +10,7 @@ With --adapt it then learns on among these others, and is tested again.
 
 import copy
 import csv
+import gc
 import glob
 import importlib.util
 import json
@@ -196,8 +197,10 @@ class Graphed:
         else:
             if self.graph is None:
                 self.graph = torch.cuda.CUDAGraph()
+                gc.disable()  # memory that is freed during a capture ends it
                 with torch.cuda.graph(self.graph):
                     self.function()
+                gc.enable()
             self.graph.replay()
 
 

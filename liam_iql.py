@@ -8,6 +8,7 @@ others have fixed policies, drawn anew for every match (Papoudakis, Christianos,
 """
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -301,8 +302,10 @@ class Graphed:
         else:
             if self.graph is None:
                 self.graph = torch.cuda.CUDAGraph()
+                gc.disable()  # memory that is freed during a capture ends it
                 with torch.cuda.graph(self.graph):
                     self.function()
+                gc.enable()
             self.graph.replay()
 
 

@@ -8,6 +8,7 @@ or least (conservative). The others have fixed policies, drawn anew for every ma
 """
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -389,8 +390,10 @@ class Graphed:
         else:
             if self.graph is None:
                 self.graph = torch.cuda.CUDAGraph()
+                gc.disable()  # memory that is freed during a capture ends it
                 with torch.cuda.graph(self.graph):
                     self.function()
+                gc.enable()
             self.graph.replay()
 
 

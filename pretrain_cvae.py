@@ -6,6 +6,7 @@ to expect the code of the next state from the past. Both go into one file for `o
     python pretrain_cvae.py --env-id 8m --cuda --team 7qmix1omg --pool "runs/8m__qmix__*"        docs/pretrain_cvae.md
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -252,8 +253,10 @@ class Graphed:
         else:
             if self.graph is None:
                 self.graph = torch.cuda.CUDAGraph()
+                gc.disable()  # memory that is freed during a capture ends it
                 with torch.cuda.graph(self.graph):
                     self.function()
+                gc.enable()
             self.graph.replay()
 
 

@@ -7,6 +7,7 @@ double Q-learning, lambda-returns and a slowly moving target network (Rashid et 
 """
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -330,8 +331,10 @@ class Graphed:
         else:
             if self.graph is None:
                 self.graph = torch.cuda.CUDAGraph()
+                gc.disable()  # memory that is freed during a capture ends it
                 with torch.cuda.graph(self.graph):
                     self.function()
+                gc.enable()
             self.graph.replay()
 
 
