@@ -51,6 +51,6 @@ if __name__ == "__main__":
         axes.set(xlabel=against, ylabel=f"eval/{args.metric}", xlim=(0, None))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=120)
