@@ -337,7 +337,7 @@ def student(freedom):
 def adapt(args, ego, saved):
     """Runs the ego's script from its networks, among the others; returns the new run's folder."""
     script = saved["algorithm"] if saved["algorithm"] not in PLAIN else "iql"
-    settings = {**saved["args"], "exp_name": f"{Path(ego).name}_adapted", "env_id": args.env_id, "seed": args.seed}
+    settings = {**saved["args"], "exp_name": f"{saved["args"]["exp_name"]}_adapted", "env_id": args.env_id, "seed": args.seed}
     known = play.load_script(script, ego).Args.__dataclass_fields__
     settings |= {"init": ego, "team": args.team.replace("ego", "learner"), "pool": args.others, "cuda": args.cuda}
     settings |= {"mix_teammates": "homologue" not in args.groups, "seat": "rotate", "start_e": 0.05, "end_e": 0.05}

@@ -1,0 +1,428 @@
+"""Cross-play: who meets whom, what is counted and written, learning on, and what is refused."""
+
+import csv
+import json
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scripts import ROOT, SCRIPTS, load
+
+import envs
+from envs.team import sizes_of
+
+EVALUATE = load("evaluate")
+TINY = {"num_envs": 4, "batch_size": 4, "buffer_size": 8, "updates_per_round": 1, "eval_episodes": 4, "hidden_dim": 16}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the networks are tiny
+    yield
+    torch.set_num_threads(threads)
+
+
+def write_run(folder, module, env, seed, **options):
+    """The folder of a run that has learned nothing."""
+    torch.manual_seed(seed)
+    args = module.Args(env_id=env.name, seed=seed, final_eval_episodes=4, **{**TINY, **options})
+    learner = module.Learner(args, env)
+    for weights in learner.parameters:
+        weights.data *= 3
+    about = {"algorithm": module.__name__, "env_id": env.name, "sizes": sizes_of(env), "args": asdict(args)}
+    networks = {
+        which: {name: network.state_dict() for name, network in getattr(learner, which).items()}
+        for which in ("online", "target", "model")
+        if hasattr(learner, which)
+    }
+    folder.mkdir(parents=True)
+    torch.save({**about, **networks}, folder / "checkpoint.pt")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Runs on 3m, one of them with a network for each seat and more units than the others."""
+    folder, env = tmp_path_factory.mktemp("runs"), envs.make("3m")
+    made = {
+        name: write_run(folder / name, SCRIPTS[name], env, seed)
+        for seed, name in enumerate(("iql", "vdn", "qmix"))
+    }  # fmt: skip
+    made["separate"] = write_run(folder / "separate", SCRIPTS["iql"], env, 7, share_parameters=False, hidden_dim=24)
+    return made
+
+
+def arguments(tmp_path, ego, others, **options):
+    options = {"episodes": 6, "num_envs": 5, "out": tmp_path / "out", **options}
+    return EVALUATE.Args(ego=tuple(ego), others=tuple(others), **options)
+
+
+def rows_of(args):
+    """What an evaluation finds, without what it writes."""
+    egos = EVALUATE.find_egos(args.ego)
+    team = EVALUATE.check(args, egos)
+    return [row for ego, saved in egos.items() for row in EVALUATE.evaluate(args, len(team.pool), ego, saved)]
+
+
+# ---- counting ----
+class Actor:
+    """A policy of every seat, played by its script alone."""
+
+    def __init__(self, name, env):
+        self.name, self.env, self.last = name, env, None
+        if name not in env.policies:
+            algorithm = torch.load(Path(name) / "checkpoint.pt", weights_only=True)["algorithm"]
+            self.policy = SCRIPTS[algorithm].load_policy(name, env)
+
+    def act(self, obs, info):
+        if self.name in self.env.policies:
+            return self.env.scripted_actions(self.name).clone()
+        self.last = self.policy(obs, info)  # its memory of what was done, which `done` puts right
+        return self.last.clone()
+
+    def done(self, actions):
+        if self.last is not None:
+            self.last.copy_(actions)
+
+
+def play_alone(env, seats):
+    """The policies' names by match and seat -> (returns, lengths, won), a round of one match after the other's."""
+    actors = {name: Actor(name, env) for row in seats for name in row}
+    (obs, info), over = env.reset(), [False] * len(seats)
+    returns, lengths, won = [0.0] * len(seats), [0] * len(seats), [False] * len(seats)
+    while not all(over):
+        wishes, actions = {name: actor.act(obs, info) for name, actor in actors.items()}, torch.zeros_like(env.actions)
+        for match, row in enumerate(seats):
+            for seat, name in enumerate(row):
+                actions[match, seat] = wishes[name][match, seat]
+        obs, reward, terminated, truncated, info = env.step(actions)
+        for actor in actors.values():
+            actor.done(actions)
+        for match in range(len(seats)):
+            if not over[match]:
+                returns[match] += reward[match, 0].item()
+                lengths[match] += 1
+                over[match] = bool(terminated[match] or truncated[match])
+                won[match] = bool(info["won"][match])
+    return returns, lengths, won
+
+
+@pytest.mark.parametrize("ego", ["nearest", "vdn", "separate"])
+def test_counts_are_those_of_a_plain_loop(runs, ego, tmp_path):
+    """Three others, six matches with each, of which five are played at a time."""
+    ego, others = runs.get(ego, ego), ["weakest", "nearest", runs["qmix"]]
+    found = rows_of(arguments(tmp_path, [ego], others))
+
+    env = envs.make("3m", num_envs=5, seed=0, check=False)
+    team = EVALUATE.Schedule(env, SimpleNamespace(team="2other1ego", others=others, seed=0))
+    expected = defaultdict(list)
+    for first in range(0, 18, 5):
+        matches = range(first, first + 5)
+        seats = [[team.names[team.pool[match % 3]]] * 3 for match in matches]
+        for match, row in zip(matches, seats):
+            row[(2 + match // 3) % 3] = ego
+        for match, row, *facts in zip(matches, seats, *play_alone(env, seats)):
+            if match < 18:
+                (other,) = {*row} - {ego} or {ego}
+                expected[other].append(facts)
+                expected["all"].append(facts)
+    team.begin("non-homologue")
+    for first in range(0, 18, 5):
+        team.draw()
+        seats = [[ego if number < 0 else team.names[number] for number in row] for row in team.who.tolist()]
+        facts = [*zip(*play_alone(env, seats))]
+        expected["mixed"] += facts[: max(0, 18 - first)]
+
+    assert {row["other"]: row["episodes"] for row in found} == {name: len(facts) for name, facts in expected.items()}
+    assert sorted(row["episodes"] for row in found) == [6, 6, 6, 18, 18]
+    for row in found:
+        returns, lengths, won = map(np.array, zip(*expected[row["other"]]))
+        assert row["wins"] == won.sum() and row["win_rate"] == won.mean()
+        assert row["length"] == pytest.approx(lengths.mean(), abs=1e-9)
+        assert row["return"] == pytest.approx(returns.mean(), abs=1e-4)
+        assert row["return_std"] == pytest.approx(returns.std(ddof=1), abs=1e-3)
+    if ego == "nearest":
+        assert any(row["wins"] for row in found)
+
+
+class FakeRollout:
+    """Matches whose outcome tells who played; some of them are invalid."""
+
+    def __init__(self, env, team, ego):
+        self.team, self.played = team, 0
+
+    def play(self, epsilon):
+        self.team.draw()
+        other, match = torch.from_numpy(self.team.other), torch.from_numpy(self.team.match)
+        returns = torch.stack((other + 1.0, other + 3.0), 1)  # two seats of the ego's
+        return returns, match + 1, match % 2 == 0, match % 5 != 0
+
+
+def test_a_match_counts_once_for_its_other_and_an_invalid_one_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(EVALUATE, "Rollout", FakeRollout)
+    args = arguments(tmp_path, ["kite"], ["nearest", "kite", "hold"], episodes=100, num_envs=64, env_id="3m")
+    rows = {row["other"]: row for row in rows_of(args)}
+    for place, name in enumerate(("nearest", "kite", "hold")):
+        matches = [match for match in range(306) if match % 3 == place and match % 5]
+        assert rows[name]["episodes"] == len(matches) and rows[name]["return"] == place + 2
+        assert rows[name]["wins"] == sum(match % 2 == 0 for match in matches)
+        assert rows[name]["length"] == pytest.approx(np.mean(matches) + 1)
+        assert rows[name]["return_low"] == rows[name]["return_high"] == place + 2
+    assert rows["all"]["episodes"] == rows["mixed"]["episodes"] == sum(match % 5 > 0 for match in range(306))
+    assert rows["all"]["wins"] == sum(rows[name]["wins"] for name in ("nearest", "kite", "hold"))
+
+
+# ---- who meets whom ----
+@pytest.mark.parametrize("group", ["homologue", "non-homologue"])
+@pytest.mark.parametrize(("text", "num_envs"), [("7other1ego", 23), ("6other2ego", 48), ("2other1ego5other", 5)])
+def test_every_seat_and_every_other_equally_often(text, num_envs, group):
+    policies = ("nearest", "weakest", "hold")
+    team = EVALUATE.Schedule(
+        envs.make("8m", num_envs=num_envs), SimpleNamespace(team=text, others=policies, seed=3)
+    )  # fmt: skip
+    team.begin(group)
+    seats, times = Counter(), Counter()
+    total = 3 * 8 * 10
+    for _ in range(-(-total // num_envs)):
+        team.draw()
+        for match, other, own, who in zip(team.match, team.other, team.own.tolist(), team.who.tolist()):
+            if match < total:
+                names = [team.names[number] for number in who if number >= 0]
+                seats.update((names[0] if group == "homologue" else "mixed", seat) for seat in own)
+                times.update(names)
+                if group == "homologue":
+                    assert {*names} == {policies[other]}
+                else:
+                    assert {*names} == {*policies}
+    each = 10 * len(team.own[0])
+    if group == "homologue":
+        assert seats == {(name, seat): each for name in policies for seat in range(8)}
+        assert len({*times.values()}) == 1
+    else:
+        assert seats == {("mixed", seat): 3 * each for seat in range(8)}
+        assert max(times.values()) - min(times.values()) <= 2 * 7 * (total // num_envs + 1)  # rounds end within a block
+
+
+def test_mixed_teams_are_of_different_others(runs):
+    """With as many others as seats nobody plays twice in a team; and teams are not the same again and again."""
+    names = ("nearest", "weakest", "kite", "hold")
+    team = EVALUATE.Schedule(
+        envs.make("3m", num_envs=120), SimpleNamespace(team="2other1ego", others=names, seed=0)
+    )  # fmt: skip
+    team.begin("non-homologue")
+    team.draw()
+    pairs = Counter(tuple(sorted(number for number in row if number >= 0)) for row in team.who.tolist())
+    assert len(pairs) == 6 and all(one != other for one, other in pairs) and max(pairs.values()) < 60
+    assert Counter(team.who[team.who >= 0].tolist()) == dict.fromkeys(team.pool, 60)
+
+
+def test_groups(runs, tmp_path):
+    """Mixed teams where there is something to mix."""
+    for others, options, groups in (
+        (["nearest", "kite"], {}, ("homologue", "non-homologue")),
+        (["nearest"], {}, ("homologue",)),
+        (["nearest", "kite"], {"env_id": "3m", "n_agents": 2}, ("homologue",)),
+        (["nearest", "kite"], {"groups": ("non-homologue",)}, ("non-homologue",)),
+    ):
+        args = arguments(tmp_path, ["weakest" if "n_agents" in options else runs["iql"]], others, **options)
+        rows = rows_of(args)
+        assert args.groups == groups == tuple(dict.fromkeys(row["group"] for row in rows))
+
+
+def test_a_pool_of_policies_in_the_stag_hunt(tmp_path):
+    args = arguments(tmp_path, ["NS", "NH"], ["RAND", "NS"], env_id="stag_hunt_4x4", episodes=4)
+    rows = rows_of(args)
+    assert [(row["ego"], row["other"]) for row in rows] == [
+        (ego, other) for ego in ("NS", "NH") for other in ("RAND", "NS", "all", "mixed")
+    ]
+    assert all(
+        row["algorithm"] == "scripted" and row["episodes"] == (4 if i % 4 < 2 else 8) for i, row in enumerate(rows)
+    )
+    assert {row["return"] for row in rows if row["ego"] == "NS"} != {
+        row["return"] for row in rows if row["ego"] == "NH"
+    }
+
+
+# ---- intervals ----
+def test_intervals_are_those_of_the_closed_form():
+    z = 1.959964
+    for wins, episodes in ((0, 7), (7, 7), (3, 11), (640, 1000)):
+        row = EVALUATE.summary(episodes, wins, 0.0, 0.0, 0.0, {})
+        share = wins / episodes
+        for bound in (row["win_rate_low"], row["win_rate_high"]):  # where the share is just not to be rejected
+            assert (share - bound) ** 2 == pytest.approx(z**2 * bound * (1 - bound) / episodes, abs=1e-12)
+        assert row["win_rate_low"] <= share <= row["win_rate_high"]
+    values = np.array([1.0, 2.0, 4.0, 9.0])
+    row = EVALUATE.summary(4, 1, values.sum(), (values**2).sum(), 40, {"accuracy": [0.5, 0.7], "once": [0.3]})
+    half = z * values.std(ddof=1) / 2
+    assert (row["return"], row["length"]) == (4.0, 10.0)
+    assert [row["return_low"], row["return_high"]] == pytest.approx([4 - half, 4 + half])
+    assert [row["accuracy_low"], row["accuracy_high"]] == pytest.approx([0.6 - 1.2706, 0.6 + 1.2706], abs=1e-3)
+    assert row["once"] == 0.3 and "once_low" not in row
+    assert EVALUATE.summary(0, 0, 0.0, 0.0, 0.0, {}) == {"episodes": 0, "wins": 0}
+
+
+@pytest.mark.parametrize(("freedom", "exact"), [(1, 12.706), (7, 2.365), (8, 2.306), (15, 2.131), (60, 2.0)])
+def test_students_t(freedom, exact):
+    assert EVALUATE.student(freedom) == pytest.approx(exact, rel=0.01)
+
+
+# ---- opponent models ----
+class Modelled(EVALUATE.Rollout):
+    """A rollout that keeps a story, as scripts with an opponent model have."""
+
+    def play(self, epsilon):
+        result = super().play(epsilon)
+        number = torch.arange(self.env.num_envs)
+        self.story = {"who": self.team.who.clone().unsqueeze(0), "number": number.expand(3, -1)}
+        return result
+
+
+def test_metrics_of_a_model_are_measured_other_by_other(runs, tmp_path, monkeypatch):
+    sizes = []
+
+    def analyse(settings, learner, rollout, matches):
+        assert (settings, learner) == ("settings", "learner") and len(rollout.lengths) <= matches
+        assert (rollout.story["who"][0] == rollout.team.who).all()
+        assert (rollout.team.mine(rollout.team.who) == -1).all()
+        sizes.append(len(rollout.lengths))
+        others = rollout.team.who[rollout.team.who >= 0]
+        return {"who": others.float().mean().item(), "different": len(others.unique()) + 0.0}
+
+    script = SimpleNamespace(
+        load_rollout=lambda run, env, team: ("settings", "learner", Modelled(env, team, run)), analyse=analyse
+    )
+    saved = torch.load(Path(runs["iql"]) / "checkpoint.pt", weights_only=True)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    torch.save({**saved, "algorithm": "omg_iql"}, folder / "checkpoint.pt")
+    monkeypatch.setattr(EVALUATE.play, "load_script", lambda algorithm, checkpoint: script)
+    args = arguments(tmp_path, [str(folder)], ["nearest", "weakest"], episodes=300, num_envs=400)
+    rows = {row["other"]: row for row in rows_of(args)}
+    assert rows["nearest"]["who"] == 0 and rows["weakest"]["who"] == 1
+    assert rows["all"]["who"] == rows["mixed"]["who"] == pytest.approx(0.5)
+    assert [rows[name]["different"] for name in ("nearest", "weakest", "all", "mixed")] == [1, 1, 2, 2]
+    assert rows["all"]["who_low"] <= 0.5 <= rows["all"]["who_high"]
+    assert {*sizes} == {64} and len(sizes) == 4 + 4 + 8 + 8  # two rounds of 300; only whole excerpts, eight at most
+
+
+@pytest.mark.parametrize("name", ["omg_iql", "naive_om_iql", "liam_iql"])
+def test_scripts_with_a_model(runs, name, tmp_path):
+    if not (ROOT / f"{name}.py").exists() or not hasattr(script := load(name), "load_rollout"):
+        pytest.skip("this script is not here")
+    ego = write_run(tmp_path / name, script, envs.make("3m"), 3)
+    args = arguments(tmp_path, [ego], ["nearest", runs["qmix"]], video=True)
+    EVALUATE.main(args)
+    rows = json.loads((args.out / "results.json").read_text())["rows"]
+    assert [row["other"] for row in rows] == ["nearest", runs["qmix"], "all", "mixed"]
+    wanted = {"hit_ratio", "q_sensitivity"} if name == "omg_iql" else {"action_accuracy", "q_sensitivity"}
+    assert all(row["algorithm"] == name and wanted <= row.keys() and row["episodes"] > 0 for row in rows)
+    with Image.open(args.out / "match.gif") as video:
+        assert video.n_frames > 1
+
+
+# ---- what is written ----
+def test_files_and_table_have_the_same_numbers(runs, tmp_path, capsys):
+    args = arguments(tmp_path, [runs["iql"], "weakest"], [runs["vdn"], "nearest"], video=True)
+    EVALUATE.main(args)
+    results = json.loads((args.out / "results.json").read_text())
+    with open(args.out / "results.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(results["rows"]) == len(table) == 2 * 4
+    for row, line in zip(results["rows"], table):
+        assert {key: str(value) for key, value in row.items()} == {key: text for key, text in line.items() if text}
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 1 + 8 + 1
+    for row, line in zip(results["rows"], printed[1:]):
+        assert line.startswith(Path(row["ego"]).name) and row["group"] in line
+        assert f"{row['win_rate']:.1%}  " in line and f"{row['return_low']:.2f} to {row['return_high']:.2f}" in line
+    assert results["args"]["episodes"] == 6 and results["args"]["env_id"] == "3m"
+    for picture in ("heatmap.png", "match.gif"):
+        with Image.open(args.out / picture) as image:
+            assert min(image.size) > 100
+
+
+def test_the_same_command_finds_the_same(runs, tmp_path):
+    found = [rows_of(arguments(tmp_path, [runs["iql"]], ["nearest", runs["vdn"]])) for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0] != rows_of(arguments(tmp_path, [runs["iql"]], ["nearest", runs["vdn"]], seed=1))
+
+
+def test_patterns_name_many(runs, tmp_path):
+    folder = Path(runs["iql"]).parent
+    rows = rows_of(arguments(tmp_path, [f"{folder}/*"], [f"{folder}/[vq]*"], episodes=3, groups=("homologue",)))
+    assert {row["ego"] for row in rows} == {*runs.values()}
+    assert {row["other"] for row in rows} == {runs["vdn"], runs["qmix"], "all"}
+
+
+def test_of_many_rows_the_table_has_the_sums():
+    row = {"algorithm": "iql", "adapted": 0, **EVALUATE.summary(10, 5, 20.0, 50.0, 100, {})}
+    rows = [{**row, "ego": "a", "group": "homologue", "other": f"b{i}"} for i in range(70)]
+    rows += [{**row, "ego": "a", "group": "homologue", "other": "all"}]
+    assert len(EVALUATE.table(rows).splitlines()) == 2
+
+
+# ---- learning on ----
+def test_an_ego_learns_on_among_the_others(runs, tmp_path, capfd):
+    args = arguments(tmp_path, [runs["qmix"], "nearest"], ["weakest", runs["iql"]], episodes=3, adapt=200)
+    EVALUATE.main(args)
+    results = json.loads((args.out / "results.json").read_text())
+    assert [(row["ego"], row["adapted"]) for row in results["rows"]] == [
+        (ego, steps) for ego, steps in ((runs["qmix"], 0), (runs["qmix"], 200), ("nearest", 0)) for _ in range(4)
+    ]
+    (run,) = (args.out / "runs").iterdir()
+    assert results["adapted"] == {runs["qmix"]: str(run)}
+    learned = json.loads((run / "results.json").read_text())
+    settings = learned["args"]
+    assert (settings["init"], settings["team"], settings["pool"]) == (runs["qmix"], "2other1learner", [*args.others])
+    assert (learned["algorithm"], settings["start_e"], settings["end_e"], settings["hidden_dim"]) == (
+        "iql",
+        0.05,
+        0.05,
+        16,
+    )
+    with open(args.out / "adaptation.csv", newline="") as file:
+        curve = list(csv.DictReader(file))
+    assert [int(point["steps"]) for point in curve] == [point["steps"] for point in learned["evals"]]
+    assert (args.out / "adaptation.png").exists() and "after 200 steps" in capfd.readouterr().out
+
+
+def test_an_adaptation_that_fails_says_so(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(EVALUATE.subprocess, "run", lambda command, check: SimpleNamespace(returncode=3))
+    args = arguments(tmp_path, [runs["iql"]], ["weakest"], episodes=3, adapt=200)
+    with pytest.raises(SystemExit, match=r"--adapt: iql\.py failed for .*--init"):
+        EVALUATE.main(args)
+
+
+# ---- what is refused ----
+@pytest.mark.parametrize(
+    ("ego", "others", "options", "message"),
+    [
+        (["nearest"], ["kite"], {}, "--env-id says what scripted policies are to play"),
+        (["nowhere/*"], ["kite"], {"env_id": "3m"}, r"--ego nowhere/\*: no run .* scripted policies are nearest, "),
+        (["iql"], ["nowhere/*"], {}, "no run with a checkpoint.pt at nowhere"),
+        (["iql"], ["kite"], {"env_id": "8m"}, r"iql is of 3m \{'n_agents': 3, .*; this is 8m \{'n_agents': 8, "),
+        (["iql"], ["kite"], {"n_agents": 2}, r"'n_agents': 3, .*; this is 3m \{'n_agents': 2, "),
+        (["kite"], ["iql"], {"env_id": "8m"}, "iql is of 3m .*; this is 8m "),
+        (["iql", "iql"], ["kite"], {}, "--ego names .*iql more than once"),
+        (["iql"], ["kite"], {"team": "3ego"}, "team '3ego' has no seat for the others: name one of them other"),
+        (["iql"], ["kite"], {"team": "3other"}, "no seat for the learner: name one of them ego"),
+        (["iql"], ["kite"], {"team": "3other1ego"}, "has 4 seats, but 3m has 3"),
+        (["iql"], ["kite"], {"episodes": 0}, "--episodes is above 0, not 0"),
+        (["iql"], ["kite"], {"num_envs": 0}, "--num-envs is above 0, not 0"),
+        (["iql"], ["kite"], {"adapt": -1}, "--adapt is above 0, not -1"),
+        (["separate"], ["kite"], {"adapt": 10}, "separate has a network for each seat"),
+        (["iql"], ["kite"], {"groups": ("non-homologue",)}, "mixed teams need two others in two seats, not 1 in 2"),
+    ],
+)
+def test_what_is_refused(runs, ego, others, options, message, tmp_path):
+    ego, others = ([runs.get(name, name) for name in names] for names in (ego, others))
+    with pytest.raises(ValueError, match=message):
+        EVALUATE.main(arguments(tmp_path, ego, others, **options))
+    assert not (tmp_path / "out").exists()
