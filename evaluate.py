@@ -10,6 +10,7 @@ With --adapt it then learns on among these others, and is tested again.
 
 import copy
 import csv
+import functools
 import gc
 import glob
 import importlib.util
@@ -18,8 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -77,16 +77,16 @@ COLUMNS = (
 
 
 # ---- what is asked for ----
-def find_egos(names):
-    """name -> checkpoint, None for a scripted policy"""
-    egos = {}
+def find(names):
+    """name -> checkpoint of a run, None for what may be a scripted policy"""
+    everyone = {}
     for name in names:
         found = {path: Path(path) / "checkpoint.pt" for path in sorted(glob.glob(name))}
         found = {path: read_file(file) for path, file in found.items() if file.exists()} or {name: None}
-        for path in found.keys() & egos.keys():
-            raise ValueError(f"--ego names {path} more than once")
-        egos |= found
-    return egos
+        for path in found.keys() & everyone.keys():
+            raise ValueError(f"{path} is named more than once")
+        everyone |= found
+    return everyone
 
 
 def read_file(path):
@@ -101,7 +101,7 @@ def check(args, egos):
     for name in ("episodes", "num_envs", "adapt"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} is above 0, not {getattr(args, name)}")
-    runs = [saved for saved in egos.values() if saved] or [saved for saved in find_egos(args.others).values() if saved]
+    runs = [saved for saved in (egos if any(egos.values()) else find(args.others)).values() if saved]
     if not runs and not args.env_id:
         raise ValueError("there is no run among egos and others: --env-id says what scripted policies are to play")
     args.env_id = args.env_id or runs[0]["env_id"]
@@ -255,42 +255,42 @@ def evaluate(args, others, ego, saved, adapted=0):
     env = make_env(args, -(-total // rounds))
     team = Schedule(env, args)
     torch.manual_seed(args.seed)
-    analyse = None
-    if saved is None or saved["algorithm"] in PLAIN:
-        rollout = Rollout(env, team, ego)
+    if is_plain(saved):
+        rollout, analyse = Rollout(env, team, ego), None
     else:
         script = play.load_script(saved["algorithm"], ego)
-        settings, learner, rollout = script.load_rollout(ego, env, team)
-
-        def analyse(part):
-            return script.analyse(settings, learner, part, matches=EXCERPT)
-
-    rows = []
+        *model, rollout = script.load_rollout(ego, env, team)
+        analyse = functools.partial(script.analyse, *model)
+    rows, about = [], {"ego": ego, "algorithm": saved["algorithm"] if saved else "scripted", "adapted": adapted}
     for group in args.groups:
         team.begin(group)
         names = [*(team.names[number] for number in team.pool), "all"] if group == "homologue" else ["mixed"]
-        counts, metrics = np.zeros((len(names), 5)), [defaultdict(list) for _ in names]
+        sums, metrics = np.zeros((len(names), 5)), [[] for _ in names]
         for _ in range(rounds):
             returns, lengths, won, valid = (values.cpu().numpy() for values in rollout.play(epsilon=0.0))
-            valid &= team.match < total
-            returns = returns.astype(float).mean(1)
+            returns, valid = returns.astype(float).mean(1), valid & (team.match < total)
             facts = np.stack((np.ones(len(won)), won, returns, returns**2, lengths), 1)  # (matches, 5)
             for place in range(len(names)):
                 mine = np.flatnonzero(valid & (team.other == place) if place < len(names) - 1 else valid)
-                counts[place] += facts[mine].sum(0)
-                for first in range(0, len(mine) if analyse else 0, EXCERPT):
-                    chosen = mine[first : first + EXCERPT]
-                    if metrics[place] and (
-                        len(chosen) < EXCERPT or len(next(iter(metrics[place].values()))) >= EXCERPTS
-                    ):
-                        break
-                    for key, value in analyse(excerpt(rollout, chosen)).items():
-                        metrics[place][key].append(value)
-        about = {"ego": ego, "algorithm": saved["algorithm"] if saved else "scripted", "adapted": adapted}
-        for name, numbers, measured in zip(names, counts, metrics):
-            rows.append({**about, "group": group, "other": name, **summary(*numbers.tolist(), measured)})
+                sums[place] += facts[mine].sum(0)
+                if analyse:
+                    measure(analyse, rollout, mine, metrics[place])
+        for name, *figures in zip(names, sums.tolist(), metrics):
+            rows.append({**about, "group": group, "other": name, **summary(*figures)})
     env.close()
     return rows
+
+
+def is_plain(saved):
+    return saved is None or saved["algorithm"] in PLAIN
+
+
+def measure(analyse, rollout, matches, found):
+    """Adds the model's metrics, excerpt by excerpt, to those found before; a short one only where there is no other."""
+    for first in range(0, len(matches), EXCERPT):
+        chosen = matches[first : first + EXCERPT]
+        if len(found) < EXCERPTS and (len(chosen) == EXCERPT or not found):
+            found.append(analyse(excerpt(rollout, chosen), matches=EXCERPT))
 
 
 def excerpt(rollout, chosen):
@@ -303,17 +303,19 @@ def excerpt(rollout, chosen):
     return part
 
 
-def summary(episodes, wins, returns, squares, steps, metrics):
-    """The figures of a row with their 95% intervals, from sums over its matches and lists of a model's metrics."""
+def summary(sums, metrics):
+    """The figures of a row with their 95% intervals, from sums over its matches and the metrics of excerpts."""
+    episodes, wins, returns, squares, steps = sums
     row = {"episodes": int(episodes), "wins": int(wins)}
     if episodes:
-        mean, low_high = returns / episodes, interval(wins, episodes)
+        mean, (low, high) = returns / episodes, interval(wins, episodes)
         variance = max(squares / episodes - mean**2, 0.0) * episodes / max(episodes - 1, 1)
         spread = 1.959964 * (variance / episodes) ** 0.5
-        row |= {"win_rate": wins / episodes, "win_rate_low": low_high[0], "win_rate_high": low_high[1]}
-        row |= {"return": mean, "return_low": mean - spread, "return_high": mean + spread}
-        row |= {"return_std": variance**0.5, "length": steps / episodes}
-    for name, values in metrics.items():
+        row |= {"win_rate": wins / episodes, "win_rate_low": low, "win_rate_high": high, "return": mean}
+        row |= {"return_low": mean - spread, "return_high": mean + spread, "return_std": variance**0.5}
+        row["length"] = steps / episodes
+    for name in dict.fromkeys(key for one in metrics for key in one):
+        values = [one[name] for one in metrics if name in one]
         row[name] = float(np.mean(values))
         if len(values) > 1:
             spread = student(len(values) - 1) * float(np.std(values, ddof=1)) / len(values) ** 0.5
@@ -335,31 +337,27 @@ def student(freedom):
 
 # ---- learning on ----
 def adapt(args, ego, saved):
-    """Runs the ego's script from its networks, among the others; returns the new run's folder."""
-    script = saved["algorithm"] if saved["algorithm"] not in PLAIN else "iql"
-    settings = {**saved["args"], "exp_name": f"{saved["args"]["exp_name"]}_adapted", "env_id": args.env_id, "seed": args.seed}
+    """Runs the ego's script from its networks and with its options, among the others; returns the new run's folder."""
+    script, root = "iql" if is_plain(saved) else saved["algorithm"], args.out / "runs"
+    options = {
+        **saved["args"], "exp_name": saved["args"]["exp_name"] + "_adapted", "seed": args.seed, "cuda": args.cuda,
+        "track": False, "capture_video": False, "run_root": root, "resume": None, "init": ego, "time_limit": None,
+        "env_id": args.env_id, "team": args.team.replace("ego", "learner"), "pool": args.others, "seat": "rotate",
+        "mix_teammates": "homologue" not in args.groups, "total_timesteps": args.adapt,
+        "eval_interval": max(args.adapt // 20, 1), "start_e": 0.05, "end_e": 0.05, "vae": None,
+    }  # fmt: skip
     known = play.load_script(script, ego).Args.__dataclass_fields__
-    settings |= {"init": ego, "team": args.team.replace("ego", "learner"), "pool": args.others, "cuda": args.cuda}
-    settings |= {"mix_teammates": "homologue" not in args.groups, "seat": "rotate", "start_e": 0.05, "end_e": 0.05}
-    settings |= {
-        "total_timesteps": args.adapt,
-        "eval_interval": max(args.adapt // 20, 1),
-        "run_root": args.out / "runs",
-    }
-    settings |= dict.fromkeys(("resume", "vae", "time_limit"), None) | {"track": False, "capture_video": False}
     command = [sys.executable, str(Path(__file__).parent / f"{script}.py")]
-    for name, value in settings.items():
-        option = f"--{name.replace('_', '-')}"
-        if name not in known or value is None:
-            continue
+    for name, value in options.items():
+        option = name.replace("_", "-")
         if isinstance(value, bool):
-            command.append(option if value else f"--no-{option[2:]}")
-        else:
-            command += [option, *map(str, value if isinstance(value, (list, tuple)) else [value])]
-    before = set((args.out / "runs").glob("*"))
+            value, option = [], option if value else f"no-{option}"
+        if name in known and value is not None:
+            command += [f"--{option}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    before = set(root.glob("*"))
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"--adapt: {script}.py failed for {ego}: {' '.join(command)}")
-    (run,) = set((args.out / "runs").glob("*")) - before
+    (run,) = set(root.glob("*")) - before
     return str(run)
 
 
@@ -409,12 +407,12 @@ def table(rows):
         if not row["episodes"]:
             lines.append((ego, team, "0", *[""] * 5))
             continue
-        measured = [
-            f"{key} {row[key]:.3f}" for key in row if key not in COLUMNS and not key.endswith(("_low", "_high"))
-        ]
+        measured = (key for key in row if key not in COLUMNS and not key.endswith(("_low", "_high")))
         win, earned = ("{win_rate_low:.1%} to {win_rate_high:.1%}", "{return_low:.2f} to {return_high:.2f}")
         figures = (f"{row['win_rate']:.1%}", win.format(**row), f"{row['return']:.2f}", earned.format(**row))
-        lines.append((ego, team, f"{row['episodes']:,}", *figures, ", ".join(measured)))
+        lines.append(
+            (ego, team, f"{row['episodes']:,}", *figures, ", ".join(f"{key} {row[key]:.3f}" for key in measured))
+        )
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip() for line in lines)
 
@@ -442,31 +440,32 @@ def draw(out, rows, metric):
 
 def film(args, ego, saved):
     """match.gif: the ego with the first other, and where it expects the others, if it has such a model."""
-    args = copy.copy(args)
-    args.cuda, env = False, make_env(copy.copy(args), 1)
+    args = replace(args, cuda=False)
+    env = make_env(args, 1)
     team = Schedule(env, args)
-    args.others = (team.names[team.pool[0]],)
-    if saved is None or saved["algorithm"] in PLAIN:
-        rollout = Rollout(env, Schedule(env, args), ego)
-        rollout.begin()
-        scenes, _ = play.play(env, rollout.act, args.seed, lambda scene: None)
-    else:
-        with tempfile.TemporaryDirectory() as folder:  # the same run, with another team
-            text = args.team.replace("ego", "learner")
-            settings = {**saved["args"], "team": text, "pool": args.others, "seat": "rotate", "mix_teammates": False}
+    first = (team.names[team.pool[0]],)
+    with tempfile.TemporaryDirectory() as folder:
+        if is_plain(saved):
+            rollout = Rollout(env, Schedule(env, replace(args, others=first)), ego)
+            rollout.begin()
+            act = rollout.act
+        else:  # the same run, with another team
+            settings = {**saved["args"], "team": args.team.replace("ego", "learner"), "pool": first, "seat": "rotate"}
             torch.save({**saved, "args": settings}, Path(folder) / "checkpoint.pt")
-            scenes, _ = play.play(env, play.trained_policy(Path(folder), env), args.seed, lambda scene: None)
-    frames = (render.draw(scene, goals=scene.get("goals")) for scene in scenes)
-    play.write_gif(args.out / "match.gif", frames, fps=8)
+            act = play.trained_policy(Path(folder), env)
+        scenes, _ = play.play(env, act, args.seed, watch=lambda scene: None)
+    env.close()
+    play.write_gif(args.out / "match.gif", [render.draw(scene, goals=scene.get("goals")) for scene in scenes], fps=8)
 
 
 def main(args):
-    started, egos = time.time(), find_egos(args.ego)
+    started, egos = time.time(), find(args.ego)
     team = check(args, egos)
     args.out.mkdir(parents=True, exist_ok=True)
     rows, adapted = [], {}
     for ego, saved in egos.items():
         rows += evaluate(args, len(team.pool), ego, saved)
+        gc.collect()  # a rollout and its graph hold each other, and much memory
         if args.adapt and saved:
             adapted[ego] = adapt(args, ego, saved)
             after = read_file(Path(adapted[ego]) / "checkpoint.pt")

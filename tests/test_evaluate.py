@@ -65,7 +65,7 @@ def arguments(tmp_path, ego, others, **options):
 
 def rows_of(args):
     """What an evaluation finds, without what it writes."""
-    egos = EVALUATE.find_egos(args.ego)
+    egos = EVALUATE.find(args.ego)
     team = EVALUATE.check(args, egos)
     return [row for ego, saved in egos.items() for row in EVALUATE.evaluate(args, len(team.pool), ego, saved)]
 
@@ -253,19 +253,21 @@ def test_a_pool_of_policies_in_the_stag_hunt(tmp_path):
 def test_intervals_are_those_of_the_closed_form():
     z = 1.959964
     for wins, episodes in ((0, 7), (7, 7), (3, 11), (640, 1000)):
-        row = EVALUATE.summary(episodes, wins, 0.0, 0.0, 0.0, {})
+        row = EVALUATE.summary((episodes, wins, 0.0, 0.0, 0.0), [])
         share = wins / episodes
         for bound in (row["win_rate_low"], row["win_rate_high"]):  # where the share is just not to be rejected
             assert (share - bound) ** 2 == pytest.approx(z**2 * bound * (1 - bound) / episodes, abs=1e-12)
         assert row["win_rate_low"] <= share <= row["win_rate_high"]
     values = np.array([1.0, 2.0, 4.0, 9.0])
-    row = EVALUATE.summary(4, 1, values.sum(), (values**2).sum(), 40, {"accuracy": [0.5, 0.7], "once": [0.3]})
+    row = EVALUATE.summary(
+        (4, 1, values.sum(), (values**2).sum(), 40), [{"accuracy": 0.5}, {"accuracy": 0.7, "once": 0.3}]
+    )
     half = z * values.std(ddof=1) / 2
     assert (row["return"], row["length"]) == (4.0, 10.0)
     assert [row["return_low"], row["return_high"]] == pytest.approx([4 - half, 4 + half])
     assert [row["accuracy_low"], row["accuracy_high"]] == pytest.approx([0.6 - 1.2706, 0.6 + 1.2706], abs=1e-3)
     assert row["once"] == 0.3 and "once_low" not in row
-    assert EVALUATE.summary(0, 0, 0.0, 0.0, 0.0, {}) == {"episodes": 0, "wins": 0}
+    assert EVALUATE.summary((0, 0, 0.0, 0.0, 0.0), []) == {"episodes": 0, "wins": 0}
 
 
 @pytest.mark.parametrize(("freedom", "exact"), [(1, 12.706), (7, 2.365), (8, 2.306), (15, 2.131), (60, 2.0)])
@@ -362,7 +364,7 @@ def test_patterns_name_many(runs, tmp_path):
 
 
 def test_of_many_rows_the_table_has_the_sums():
-    row = {"algorithm": "iql", "adapted": 0, **EVALUATE.summary(10, 5, 20.0, 50.0, 100, {})}
+    row = {"algorithm": "iql", "adapted": 0, **EVALUATE.summary((10, 5, 20.0, 50.0, 100), [])}
     rows = [{**row, "ego": "a", "group": "homologue", "other": f"b{i}"} for i in range(70)]
     rows += [{**row, "ego": "a", "group": "homologue", "other": "all"}]
     assert len(EVALUATE.table(rows).splitlines()) == 2
@@ -410,7 +412,7 @@ def test_an_adaptation_that_fails_says_so(runs, tmp_path, monkeypatch):
         (["iql"], ["kite"], {"env_id": "8m"}, r"iql is of 3m \{'n_agents': 3, .*; this is 8m \{'n_agents': 8, "),
         (["iql"], ["kite"], {"n_agents": 2}, r"'n_agents': 3, .*; this is 3m \{'n_agents': 2, "),
         (["kite"], ["iql"], {"env_id": "8m"}, "iql is of 3m .*; this is 8m "),
-        (["iql", "iql"], ["kite"], {}, "--ego names .*iql more than once"),
+        (["iql", "iql"], ["kite"], {}, "iql is named more than once"),
         (["iql"], ["kite"], {"team": "3ego"}, "team '3ego' has no seat for the others: name one of them other"),
         (["iql"], ["kite"], {"team": "3other"}, "no seat for the learner: name one of them ego"),
         (["iql"], ["kite"], {"team": "3other1ego"}, "has 4 seats, but 3m has 3"),
