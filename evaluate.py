@@ -37,7 +37,7 @@ class Args:
     groups: tuple[Literal["homologue", "non-homologue"], ...] | None = None
     """teams of one other, mixed teams, or both (default: both, where there are two others and two seats for them)"""
     episodes: int = 1000
-    """matches of an ego with each other, and as many for each of mixed teams; rounded up to a multiple of the seats"""
+    """matches of an ego with each other, rounded up to a multiple of the seats; mixed teams play as many in all"""
     num_envs: int | None = None
     """matches played at a time, at most (default: 8192 on the GPU, 512 on the CPU, 8 of the real game)"""
     env_id: str | None = None

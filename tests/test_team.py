@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -249,6 +250,26 @@ def test_an_understudy_leaves_no_seat_to_the_learner(pool):
     assert (team.complete(torch.full_like(team.own, 5), last) == chosen).all()
     alone = make("self", understudy=True)
     assert (alone.who == -1).all()
+
+
+def test_other_is_anybody_of_the_pool(pool):
+    team = make("7other1omg", pool=["kite", f"{pool}/vdn_*", "hold", f"{pool}/qmix_*"], num_envs=24)
+    names = ["kite", "hold", f"{pool}/vdn_0", *(f"{pool}/qmix_{run}" for run in range(3))]
+    assert [team.names[number] for number in team.pool] == names
+    dealt = [{*row} - {-1} for row in team.who.tolist()]
+    assert all(len(one) == 1 for one in dealt)
+    assert Counter(team.names[one.pop()] for one in dealt) == dict.fromkeys(names, 4)
+    with pytest.raises(ValueError, match="no 'other' in the pool"):
+        make("7other1omg")
+
+
+def test_seats_can_be_dealt_by_hand():
+    team = make("2other1omg", env_id="3m", num_envs=6, pool=["nearest", "kite", "hold"])
+    places = [team.names.index(name) for name in ("nearest", "kite", "hold")]
+    team.deal(np.array([0, 1, 2, 0, 1, 2]), lambda seats, policies: np.arange(6 * seats) % policies)
+    expected = [[0, 1, -1], [-1, 2, 0], [1, -1, 2], [0, 1, -1], [-1, 2, 0], [1, -1, 2]]
+    assert team.who.tolist() == [[places[n] if n >= 0 else -1 for n in row] for row in expected]
+    assert team.own.flatten().tolist() == [2, 0, 1, 2, 0, 1]
 
 
 # ---- playing ----
