@@ -98,6 +98,8 @@ def check(args, egos):
 
     Returns a team of one match, which knows the others and the environment.
     """
+    if not egos or not args.others:
+        raise ValueError("--ego and --others name somebody")
     for name in ("episodes", "num_envs", "adapt"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} is above 0, not {getattr(args, name)}")

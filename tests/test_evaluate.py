@@ -406,6 +406,8 @@ def test_an_adaptation_that_fails_says_so(runs, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("ego", "others", "options", "message"),
     [
+        ([], ["kite"], {"env_id": "3m"}, "--ego and --others name somebody"),
+        (["kite"], [], {"env_id": "3m"}, "--ego and --others name somebody"),
         (["nearest"], ["kite"], {}, "--env-id says what scripted policies are to play"),
         (["nowhere/*"], ["kite"], {"env_id": "3m"}, r"--ego nowhere/\*: no run .* scripted policies are nearest, "),
         (["iql"], ["nowhere/*"], {}, "no run with a checkpoint.pt at nowhere"),
