@@ -281,9 +281,9 @@ def text_of(report):
         markdown(["others", "policy", *methods], kinds),
         "## What the opponent models know",
         markdown(["metric", *known], measured) if measured else "No method has an opponent model.",
-        "Mean over seeds, with homologue strangers; the pages of the scripts define them. Hit ratio: the share of a match's "
-        "distinct states that some subgoal inferred before them, decoded, hits: every other unit that the learner sees "
-        "within 1.0 of its predicted place (stag hunt: in the very cell).",
+        "Mean over seeds, with homologue strangers; the pages of the scripts define them. Hit ratio: the share of a "
+        "match's distinct states that some subgoal inferred before them, decoded, hits: every other unit that the "
+        "learner sees within 1.0 of its predicted place (stag hunt: in the very cell).",
         "## The runs themselves",
         markdown(["runs", "number", "mean", "lowest", "highest"], finals),
         "The last greedy evaluation of each: of a learner, with those it learned with.",
