@@ -211,14 +211,19 @@ class Agents(nn.Module):
     def start(self, matches, seats=None):
         return torch.zeros(matches, seats or self.seats, self.hidden, device=self.seat.device)
 
+    def inputs(self, obs, last_action, seat):
+        last = (last_action.unsqueeze(-1) == self.action).to(obs.dtype)
+        return obs, last, self.seat[seat].expand(*obs.shape[:2], -1, -1)
+
+    def values(self, h):
+        q = self.out(h)
+        return q if self.value is None else self.value(h) + q - q.mean(-1, keepdim=True)
+
     def forward(self, obs, last_action, h, seat, inferred):
         """(time, matches, seats, ...) but h (matches, seats, hidden) and seat (matches, seats) -> Q, h of all times"""
-        last = (last_action.unsqueeze(-1) == self.action).to(obs.dtype)
-        place = self.seat[seat].expand(*obs.shape[:2], -1, -1)
-        x = F.relu(self.into(torch.cat((obs, last, place, inferred), -1)))  # (time, matches, seats, hidden)
-        h = self.gru(x, h)
-        q = self.out(h)  # (time, matches, seats, actions)
-        return q if self.value is None else self.value(h) + q - q.mean(-1, keepdim=True), h
+        x = torch.cat((*self.inputs(obs, last_action, seat), inferred), -1)
+        h = self.gru(F.relu(self.into(x)), h)  # (time, matches, seats, hidden)
+        return self.values(h), h  # (time, matches, seats, actions)
 
 
 # ALGO LOGIC: the opponent model's network

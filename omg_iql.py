@@ -231,6 +231,13 @@ class SharedGRU(nn.GRU):
             y, _ = super().forward(rows, state.unsqueeze(0))
         return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
 
+    def fork(self, x, h):
+        """One step from each state h (time, matches, seats, hidden), with every one of x (time, k, matches, ...)."""
+        reset, keep, new = F.linear(x, self.weight_ih_l0, self.bias_ih_l0).chunk(3, -1)
+        reset_h, keep_h, new_h = F.linear(h, self.weight_hh_l0, self.bias_hh_l0).unsqueeze(1).chunk(3, -1)
+        new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
+        return torch.lerp(new, h.unsqueeze(1), torch.sigmoid(keep + keep_h))
+
 
 class Agents(nn.Module):
     """Linear, GRU, Linear on observation, own last action, seat and what the opponent model infers."""
@@ -247,14 +254,31 @@ class Agents(nn.Module):
     def start(self, matches, seats=None):
         return torch.zeros(matches, seats or self.seats, self.hidden, device=self.seat.device)
 
+    def inputs(self, obs, last_action, seat):
+        last = (last_action.unsqueeze(-1) == self.action).to(obs.dtype)
+        return obs, last, self.seat[seat].expand(*obs.shape[:2], -1, -1)
+
+    def values(self, h):
+        q = self.out(h)
+        return q if self.value is None else self.value(h) + q - q.mean(-1, keepdim=True)
+
     def forward(self, obs, last_action, h, seat, inferred):
         """(time, matches, seats, ...) but h (matches, seats, hidden) and seat (matches, seats) -> Q, h of all times"""
-        last = (last_action.unsqueeze(-1) == self.action).to(obs.dtype)
-        place = self.seat[seat].expand(*obs.shape[:2], -1, -1)
-        x = F.relu(self.into(torch.cat((obs, last, place, inferred), -1)))  # (time, matches, seats, hidden)
-        h = self.gru(x, h)
-        q = self.out(h)  # (time, matches, seats, actions)
-        return q if self.value is None else self.value(h) + q - q.mean(-1, keepdim=True), h
+        x = torch.cat((*self.inputs(obs, last_action, seat), inferred), -1)
+        h = self.gru(F.relu(self.into(x)), h)  # (time, matches, seats, hidden)
+        return self.values(h), h  # (time, matches, seats, actions)
+
+    def compare(self, obs, last_action, h, seat, subgoals, index):
+        """Q of single steps, each from a state h of its own, with every one of its candidates among the subgoals.
+
+        `index` (time, candidates, matches, seats) says which. What candidates share is computed once, and so is what a
+        subgoal brings to all the steps that it is a candidate of.
+        """
+        match, place = (torch.arange(size, device=obs.device) for size in seat.shape)
+        of_seen, of_subgoal = self.into.weight.tensor_split((-subgoals.shape[-1],), 1)
+        seen = F.linear(torch.cat(self.inputs(obs, last_action, seat), -1), of_seen, self.into.bias)
+        brought = F.linear(subgoals, of_subgoal)[index, match.unsqueeze(1), place]
+        return self.values(self.gru.fork(F.relu(seen.unsqueeze(1) + brought), h))
 
 
 # ALGO LOGIC: the opponent model's networks
@@ -549,6 +573,7 @@ class Learner:
         sizes = {"kl": (), "recon": (), "kl_per_dim": args.latent_dim, "selected_k": args.horizon}
         self.model_sums = {name: torch.zeros(size, device=env.device) for name, size in sizes.items()}
         self.mix_chance = torch.zeros((), device=env.device)
+        self.mixing = args.mix == "q-input" and args.q_subgoal != "inferred"
 
     def learn(self, buffer, updates):
         """Updates, each from a batch of episodes."""
@@ -586,6 +611,12 @@ class Learner:
         inference = self.model["inference"]
         return inference(obs, last_obs, last_action, seat, inference.start(*seat.shape))
 
+    def mix(self, chance):
+        """Sets the chance of the selected subgoal; once it is 0, updates need one unroll less."""
+        self.mix_chance.fill_(chance)
+        if self.mixing and self.args.q_subgoal == "mixed" and chance == 0:
+            self.mixing, self.graphs = False, {}
+
     @torch.no_grad()
     def select(self, obs, last, states, seat, avail, codes, final):
         """The index of the state chosen as each step's subgoal, (steps, matches, own seats); how far ahead (0: next).
@@ -601,25 +632,24 @@ class Learner:
             k = torch.randint(horizon, last.shape, device=obs.device)
         else:
             index = torch.minimum(time + ahead, final)  # (steps, horizon, matches, own seats)
-            everyone = torch.arange(final.shape[0], device=obs.device).unsqueeze(1)
-            candidates = codes[index, everyone, torch.arange(final.shape[1], device=obs.device)]
             before = torch.cat((torch.zeros_like(states[:1]), states[:-1]))
-            repeated = [x.unsqueeze(1).expand(-1, horizon, *x.shape[1:]) for x in (obs, last, before, avail)]
-            q, allowed = single(self.online["agents"], *repeated[:3], seat, candidates), repeated[3]
+            q = self.online["agents"].compare(obs, last, before, seat, codes, index)
+            allowed = avail.unsqueeze(1)
             value = torch.where(allowed, q, 0.0).sum(-1) / allowed.sum(-1).clamp(min=1)
             k = value.argmax(1) if self.args.subgoal_mode == "optimistic" else value.argmin(1)
         return torch.minimum(time.squeeze(1) + 1 + k, final), k
 
-    def model_loss(self, batch, obs, before, time_left):
-        """(subgoals for the Q-network at every row of episodes, the inference model's loss)"""
-        args, seat, agents = self.args, batch["seat"][0], self.online["agents"]
+    def model_loss(self, batch, obs, before, time_left, h, inferred, memory, code):
+        """(subgoals for the Q-network at every row of episodes, the inference model's loss)
+
+        `h` are the Q-network's states with the inferred subgoals, of which `memory` and `code` are what else was said.
+        """
+        args, seat = self.args, batch["seat"][0]
         alive, real = batch["alive"] & (time_left >= 0).unsqueeze(-1), (time_left[:-1] > 0).unsqueeze(-1)
         there, final = alive[:-1] & real, (alive.sum(0) - 1).clamp(min=0)  # where the learner is there; its last state
-        inferred, memory, code = self.infer(obs, batch["all_action"][:-1], seat)
         with torch.no_grad():
             codes = self.model["vae"].encode(states_of(args, batch, obs))  # (mean, log variance)
             drawn = sample(*codes)
-            _, h = agents(obs, before, agents.start(*seat.shape), seat, inferred)
             index, k = self.select(obs[:-1], before[:-1], h[:-1], seat, batch["avail"][:-1], drawn, final)
             where = index.unsqueeze(-1).expand(-1, -1, -1, args.latent_dim)
             selected, *goal = (
@@ -649,8 +679,12 @@ class Learner:
         action, reward, avail, alive = batch["action"][:-1], batch["reward"][:-1], batch["avail"], batch["alive"]
         obs, before, time_left = self.inputs(batch)
         start, seat = self.online["agents"].start(*action.shape[1:]), batch["seat"][0]
-        subgoal, model_loss = self.model_loss(batch, obs, before, time_left)
-        q, h = self.online["agents"](obs, before, start, seat, subgoal)  # (steps + 1, matches, seats, actions)
+        said = self.infer(obs, batch["all_action"][:-1], seat)
+        with torch.set_grad_enabled(not self.mixing):
+            q, h = self.online["agents"](obs, before, start, seat, said[0].detach())  # (steps + 1, matches, seats, ...)
+        subgoal, model_loss = self.model_loss(batch, obs, before, time_left, h.detach(), *said)
+        if self.mixing:  # else these are the inferred ones
+            q, h = self.online["agents"](obs, before, start, seat, subgoal)
         chosen = value_of(action, q[:-1])  # (steps, matches, seats)
         with torch.no_grad():
             target_q, target_h = self.target["agents"](obs, before, start, seat, subgoal)
@@ -1173,7 +1207,7 @@ if __name__ == "__main__":
             share = min(progress["steps"] / max(args.exploration_fraction * args.total_timesteps, 1), 1)
             epsilon = args.start_e + (args.end_e - args.start_e) * share
             mixed = min(progress["steps"] / max(args.mix_fraction * args.total_timesteps, 1), 1)
-            learner.mix_chance.fill_(args.mix_start * (1 - mixed))
+            learner.mix(args.mix_start * (1 - mixed))
             returns, lengths, won, valid = rollout.play(epsilon)
             buffer.add(rollout.story, lengths, valid)
             if (buffer.lengths > 0).sum() >= args.batch_size:

@@ -350,6 +350,9 @@ class Worth(torch.nn.Module):
     def forward(self, obs, last_action, h, seat, subgoal):
         return subgoal, h.expand(*obs.shape[:-1], -1)
 
+    def compare(self, obs, last_action, h, seat, subgoals, index):
+        return subgoals[index, 0, 0]
+
 
 def choose(omg, codes, final, avail=None, **changes):
     """Steps ahead chosen, and the states: one match, one seat; codes (states, actions)."""
@@ -391,6 +394,20 @@ def test_values_are_means_over_available_actions(omg):
     assert choose(omg, codes, 3, [[False, False], both, both])[0] in (1, 2, 3)
 
 
+@pytest.mark.parametrize("dueling", [False, True])
+def test_candidates_are_compared_as_single_steps_would_be(omg, dueling):
+    env = sizes()
+    agents = make_learner(omg, env, dueling=dueling).online["agents"]
+    steps, candidates, matches, seat = 5, 3, 4, torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]])
+    shape = (steps, matches, 2)
+    obs, h, last = torch.randn(*shape, env.obs_dim), torch.randn(*shape, agents.hidden), torch.randint(-1, 2, shape)
+    subgoals, index = torch.randn(steps + 1, matches, 2, 4), torch.randint(steps + 1, (steps, candidates, matches, 2))
+    together = agents.compare(obs, last, h, seat, subgoals, index)
+    for k in range(candidates):
+        mine = subgoals.gather(0, index[:, k].unsqueeze(-1).expand(-1, -1, -1, 4))
+        torch.testing.assert_close(together[:, k], omg.single(agents, obs, last, h, seat, mine), rtol=1e-5, atol=1e-5)
+
+
 def test_other_selectors(omg):
     codes = [[v, v] for v in (0.0, 5.0, 1.0, 2.0, 7.0, 3.0)]
     assert choose(omg, codes, 5, selector="next") == [1, 2, 3, 4, 5]
@@ -403,14 +420,14 @@ def test_other_selectors(omg):
 
 # ---- mixing ----
 def subgoals_of(omg, learner, batch):
-    """What the Q-network was given: (subgoals of the unroll that learns, inferred ones of the unroll before)."""
+    """What the Q-network was given: (subgoals of the unroll that learns, inferred ones); it may be one unroll."""
     given = []
     handle = learner.online["agents"].register_forward_pre_hook(lambda _, inputs: given.append(inputs[4].clone()))
     learner.loss(batch)
     handle.remove()
     unrolls = [subgoal for subgoal in given if len(subgoal) > 1]  # the others are single steps
-    assert len(unrolls) == 2
-    return unrolls[1], unrolls[0]
+    assert len(unrolls) == 1 + learner.mixing
+    return unrolls[-1], unrolls[0]
 
 
 @pytest.mark.parametrize(
@@ -428,6 +445,21 @@ def test_the_selected_subgoal_comes_at_its_chance(omg, changes, share):
     assert (used != inferred).all(-1).eq(other).all()  # a whole subgoal or none of it
     assert not other[40:].any()
     assert other[:40].float().mean().item() == pytest.approx(share, abs=0.04)
+
+
+def test_updates_without_mixing_are_those_of_a_chance_of_0(omg):
+    env = sizes()
+    batch, losses = episodes(env, [40] * 20, [[0, 1]] * 20), []
+    for chance in (None, 0):
+        learner = make_learner(omg, env)
+        if chance is not None:
+            learner.mix(chance)
+        assert learner.mixing == (chance is None)
+        torch.manual_seed(1)
+        loss, model_loss, _ = learner.loss(batch)
+        (loss + model_loss).backward()
+        losses.append([loss, model_loss, *(p.grad for p in (*learner.parameters, *learner.model_parameters))])
+    assert all(map(torch.equal, *losses))
 
 
 def test_the_target_of_the_divergence_is_mixed_at_its_chance(omg, monkeypatch):

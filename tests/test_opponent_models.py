@@ -531,6 +531,9 @@ class Forgetful(torch.nn.Module):
         y = self.gru(steps, torch.zeros_like(steps[0]))
         return (y[0].view_as(x), h) if isinstance(y, tuple) else y.view_as(x)
 
+    def fork(self, x, h):
+        return self.gru.fork(x, torch.zeros_like(h))
+
 
 def make_world(name, **changes):
     torch.manual_seed(1)
