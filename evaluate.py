@@ -69,7 +69,7 @@ from envs.team import Networks, Team, read_runs, refuse_another_map  # noqa: E40
 
 PLAIN = ("iql", "vdn", "qmix")  # scripts without a model of the others
 CHUNK = 8  # steps between two looks at whether all matches are over
-EXCERPT, EXCERPTS = 64, 8  # matches that an opponent model's metrics are measured on at a time, and how often
+EXCERPT, EXCERPTS = 64, 4  # matches that a model is measured on at a time, and how often for a row
 COLUMNS = (
     "ego", "algorithm", "adapted", "group", "other", "episodes", "wins", "win_rate", "win_rate_low", "win_rate_high",
     "return", "return_low", "return_high", "return_std", "length",
@@ -116,9 +116,9 @@ def check(args, egos):
         args.cuda = False
     args.num_envs = args.num_envs or (8 if args.env_id.startswith("sc2/") else 8192 if args.cuda else 512)
     env = make_env(args, 1)
+    env.close()  # only its sizes are needed
     args.team = args.team or f"{env.n_agents - 1}other1ego"
     team = Schedule(env, args)
-    env.close()
     for name, saved in egos.items():
         if saved:
             refuse_another_map(name, saved, env)
@@ -263,6 +263,8 @@ def evaluate(args, others, ego, saved, adapted=0):
         script = play.load_script(saved["algorithm"], ego)
         *model, rollout = script.load_rollout(ego, env, team)
         analyse = functools.partial(script.analyse, *model)
+    if env.simulated:
+        env.reset(seed=args.seed)  # whatever a rollout has played before, all egos get the same matches
     rows, about = [], {"ego": ego, "algorithm": saved["algorithm"] if saved else "scripted", "adapted": adapted}
     for group in args.groups:
         team.begin(group)
@@ -467,6 +469,7 @@ def main(args):
     rows, adapted = [], {}
     for ego, saved in egos.items():
         rows += evaluate(args, len(team.pool), ego, saved)
+        print(f"{time.time() - started:7.1f} s  {ego}", flush=True)
         gc.collect()  # a rollout and its graph hold each other, and much memory
         if args.adapt and saved:
             adapted[ego] = adapt(args, ego, saved)

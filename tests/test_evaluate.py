@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from scripts import ROOT, SCRIPTS, load
+from test_runs import real_game  # noqa: F401
 
 import envs
 from envs.team import sizes_of
@@ -120,6 +121,7 @@ def test_counts_are_those_of_a_plain_loop(runs, ego, tmp_path):
     found = rows_of(arguments(tmp_path, [ego], others))
 
     env = envs.make("3m", num_envs=5, seed=0, check=False)
+    env.reset()
     team = EVALUATE.Schedule(env, SimpleNamespace(team="2other1ego", others=others, seed=0))
     expected = defaultdict(list)
     for first in range(0, 18, 5):
@@ -277,7 +279,11 @@ def test_students_t(freedom, exact):
 
 # ---- opponent models ----
 class Modelled(EVALUATE.Rollout):
-    """A rollout that keeps a story, as scripts with an opponent model have."""
+    """A rollout that keeps a story, and resets before it plays, as in scripts with an opponent model."""
+
+    def __init__(self, env, team, ego):
+        super().__init__(env, team, ego)
+        env.reset()
 
     def play(self, epsilon):
         result = super().play(epsilon)
@@ -307,11 +313,14 @@ def test_metrics_of_a_model_are_measured_other_by_other(runs, tmp_path, monkeypa
     monkeypatch.setattr(EVALUATE.play, "load_script", lambda algorithm, checkpoint: script)
     args = arguments(tmp_path, [str(folder)], ["nearest", "weakest"], episodes=300, num_envs=400)
     rows = {row["other"]: row for row in rows_of(args)}
+    for plain in rows_of(arguments(tmp_path, [runs["iql"]], ["nearest", "weakest"], episodes=300, num_envs=400)):
+        same = ("episodes", "wins", "return", "length")  # the same network in the same matches
+        assert [plain[key] for key in same] == [rows[plain["other"]][key] for key in same]
     assert rows["nearest"]["who"] == 0 and rows["weakest"]["who"] == 1
     assert rows["all"]["who"] == rows["mixed"]["who"] == pytest.approx(0.5)
     assert [rows[name]["different"] for name in ("nearest", "weakest", "all", "mixed")] == [1, 1, 2, 2]
     assert rows["all"]["who_low"] <= 0.5 <= rows["all"]["who_high"]
-    assert {*sizes} == {64} and len(sizes) == 4 + 4 + 8 + 8  # two rounds of 300; only whole excerpts, eight at most
+    assert {*sizes} == {64} and len(sizes) == 4 * 4  # only whole excerpts
 
 
 @pytest.mark.parametrize("name", ["omg_iql", "naive_om_iql", "liam_iql"])
@@ -339,7 +348,7 @@ def test_files_and_table_have_the_same_numbers(runs, tmp_path, capsys):
     assert len(results["rows"]) == len(table) == 2 * 4
     for row, line in zip(results["rows"], table):
         assert {key: str(value) for key, value in row.items()} == {key: text for key, text in line.items() if text}
-    printed = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()[2:]  # after a line for each ego that is done
     assert len(printed) == 1 + 8 + 1
     for row, line in zip(results["rows"], printed[1:]):
         assert line.startswith(Path(row["ego"]).name) and row["group"] in line
@@ -400,6 +409,17 @@ def test_an_adaptation_that_fails_says_so(runs, tmp_path, monkeypatch):
     args = arguments(tmp_path, [runs["iql"]], ["weakest"], episodes=3, adapt=200)
     with pytest.raises(SystemExit, match=r"--adapt: iql\.py failed for .*--init"):
         EVALUATE.main(args)
+
+
+@pytest.mark.slow
+def test_the_real_game(tmp_path, real_game):  # noqa: F811
+    """It is played to its end, and closed."""
+    env = envs.make("sc2/3m")
+    ego, *others = (write_run(tmp_path / name, SCRIPTS[name], env, 1) for name in SCRIPTS)
+    env.close()
+    args = arguments(tmp_path, [ego], others, episodes=3, num_envs=2)
+    rows = rows_of(args)
+    assert [row["episodes"] for row in rows] == [3, 3, 6, 6] and all(row["length"] > 0 for row in rows)
 
 
 # ---- what is refused ----
