@@ -194,8 +194,8 @@ def metrics_of(rows):
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
 
 
-def make_report(args, plan, root, seconds):
-    """All numbers of the report, as plain values."""
+def make_report(args, command, plan, root, seconds):
+    """All that the report says, as plain values."""
     battle = args.map.removeprefix("sc2/") if "pool_qmix" in plan.others else None
     measure, most = "win_rate" if battle else "return", max(count for _, _, count, _ in plan.evaluations)
     algorithm = {job.done(root).name: job.script.stem for runs in plan.others.values() for job in runs}
@@ -224,9 +224,9 @@ def make_report(args, plan, root, seconds):
     sizes = ("pool_runs", "test_runs", "seeds", "pool_timesteps", "learner_timesteps", "episodes")
     first = read_results(plan.learners["IQL"][0], root)
     return {
-        "map": args.map, "measure": measure, "sizes": {name: getattr(args, name) for name in sizes},
+        "map": args.map, "command": command, "measure": measure, "sizes": {name: getattr(args, name) for name in sizes},
         "device": "GPU" if first["args"]["cuda"] else "CPU", "versions": first["versions"], "seconds": seconds,
-        "results": results, "metrics": metrics, "runs": runs,
+        "pool": "QMIX runs" if battle else "scripted, NS and NH", "results": results, "metrics": metrics, "runs": runs,
     }  # fmt: skip
 
 
@@ -289,7 +289,9 @@ def text_of(report):
         "The last greedy evaluation of each: of a learner, with those it learned with.",
         "![learning curves](curves.png)",
         "## How it was made",
-        f"Sizes: {sizes}. Seconds at work: {report['seconds']:.0f}, on the {report['device']}. Versions: {versions}.",
+        f"```bash\n{report['command']}\n```",
+        f"The pool: {report['pool']}. Sizes: {sizes}. Seconds at work: {report['seconds']:.0f}, on the {report['device']}. Versions: "
+        f"{versions}.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -335,7 +337,8 @@ def main(words):
         clock.write_text(json.dumps(before + time.time() - started))
     if not complete:
         return 1
-    report = make_report(args, plan, root, before + time.time() - started)
+    command = " ".join(["python sweep.py paper", *words])
+    report = make_report(args, command, plan, root, before + time.time() - started)
     (root / "report.json").write_text(json.dumps(report, indent=1))
     (root / "report.md").write_text(text_of(report))
     draw(report, root / "results.png")

@@ -212,6 +212,8 @@ class Here:
     def __init__(self, args, folder):
         self.folder, self.running = folder, []
         self.gpus = gpus() if args.cuda else []
+        if args.cuda and not self.gpus:
+            print("There is no GPU that torch can use: the runs go on with the CPU.")
         self.slots = args.jobs or (args.runs_per_gpu * len(self.gpus) if self.gpus else cores())
         # the threads of torch and of the environments wait busily: on shared cores that costs more than it gives
         self.settings = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"} if self.slots > 1 else {}
