@@ -290,8 +290,8 @@ def text_of(report):
         "![learning curves](curves.png)",
         "## How it was made",
         f"```bash\n{report['command']}\n```",
-        f"The pool: {report['pool']}. Sizes: {sizes}. Seconds at work: {report['seconds']:.0f}, on the {report['device']}. Versions: "
-        f"{versions}.",
+        f"The pool: {report['pool']}. Sizes: {sizes}. Seconds at work: {report['seconds']:.0f}, on the "
+        f"{report['device']}. Versions: {versions}.",
     ]
     return "\n\n".join(parts) + "\n"
 
