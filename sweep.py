@@ -513,7 +513,7 @@ def run_all(jobs, place, root, run_root="."):
     terminal.erase()
     missing = [job for job in jobs if job not in done]
     if stops and missing:
-        raise SystemExit(f"stopped with {len(missing)} runs to do: the same command goes on")
+        raise SystemExit(f"stopped with {len(missing)} of {len(jobs)} runs to do: the same command goes on")
     for job in missing:
         tried = crashes[job] or losses[job]
         print(f"{job.name} failed: see {root / 'logs' / job.name}.log" if tried else f"{job.name} waits for these")
@@ -584,9 +584,9 @@ def table(rows):
     def cells(row):
         yield from (row["script"], row["env_id"], str(row["runs"]))
         for name, form in (("win_rate", "{:.1%}"), ("episodic_return", "{:.2f}")):
-            low, high = row[name]["iqm_interval"]
+            interval = f" ({form} to {form})".format(*row[name]["iqm_interval"]) if row["runs"] > 1 else ""
             yield form.format(row[name]["mean"])
-            yield f"{form} ({form} to {form})".format(row[name]["iqm"], low, high)
+            yield form.format(row[name]["iqm"]) + interval
             yield form.format(row[f"best_{name}"]["mean"])
         yield f"{row['seconds']['mean']:.0f}"
 

@@ -104,7 +104,7 @@ def test_a_stopped_sweep_goes_on(tmp_path, number):
     wait_for(lambda: len(list(tmp_path.glob("runs/*/checkpoint.pt"))) == 2)
     process.send_signal(number)
     said, _ = process.communicate()
-    assert process.returncode == 1 and "stopped with 3 runs to do: the same command goes on" in said
+    assert process.returncode == 1 and "stopped with 3 of 3 runs to do: the same command goes on" in said
     saved = {json.loads(path.read_text())["steps"] for path in tmp_path.glob("runs/*/checkpoint.pt")}
     assert max(saved) < 20
     os.rename(tmp_path / "runs", tmp_path / "elsewhere")  # another machine, say
@@ -262,7 +262,7 @@ def test_on_a_cluster_a_run_that_loses_its_node_goes_on_elsewhere(tmp_path):
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
         wait_for(lambda: len(list(tmp_path.glob("runs/*/checkpoint.pt"))) == 6)
         process.send_signal(signal.SIGINT)
-        assert "stopped with 4 runs to do: the same command goes on" in process.communicate(timeout=60)[0]
+        assert "stopped with 4 of 4 runs to do: the same command goes on" in process.communicate(timeout=60)[0]
         here = run(tmp_path, *words[:-1], "--jobs", 4, options=options)
         assert here.returncode == 0 and here.stdout.count("goes on") == here.stdout.count("starts") == 2, here.stdout
     finally:
