@@ -413,11 +413,12 @@ class Buffer:
         if len(keep) == 0:
             return
         slots = (torch.arange(len(keep)) + self.cursor) % len(self.lengths)
-        rows, places = int(lengths.max()) + 1, slots.to(self.device)
+        rows, room = int(lengths.max()) + 1, len(self.lengths) - self.cursor  # until the ring begins anew
         for name, values in story.items():
-            data = self.data[name]
+            data = self.data[name][:rows]
             episodes = values[:rows] if len(keep) == len(lengths) else values[:rows, keep.to(values.device)]
-            data[:rows].index_copy_(1, places, episodes.to(self.device))
+            data[:, self.cursor : self.cursor + len(keep)] = episodes[:, :room]
+            data[:, : max(len(keep) - room, 0)] = episodes[:, room:]
         self.lengths[slots] = lengths[keep]
         self.cursor = (self.cursor + len(keep)) % len(self.lengths)
 
@@ -854,16 +855,16 @@ if __name__ == "__main__":
             share = min(progress["steps"] / max(args.exploration_fraction * args.total_timesteps, 1), 1)
             epsilon = args.start_e + (args.end_e - args.start_e) * share
             returns, lengths, won, valid = rollout.play(epsilon)
+            steps, episodes = int(lengths.sum()), int(valid.sum())  # asked before the updates: nothing waits for those
             buffer.add(rollout.story, lengths, valid)
             if (buffer.lengths > 0).sum() >= args.batch_size:
                 learner.learn(buffer, args.updates_per_round)
 
-            steps = int(lengths.sum())
             progress["steps"] += steps
-            progress["episodes"] += int(valid.sum())
+            progress["episodes"] += episodes
             progress["seconds"] = time.time() - started
             bar.update(steps)
-            if time.time() - logged["at"] >= args.log_interval and valid.any():
+            if time.time() - logged["at"] >= args.log_interval and episodes:
                 updates, losses = learner.updates - logged["updates"], learner.report()
                 if updates:
                     log("om", {"loss": losses.pop("model_loss") / updates})

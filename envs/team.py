@@ -103,6 +103,8 @@ class Team:
 
         Where that does not come out even, rounds begin with those whose turn it is.
         """
+        if self.rounds and self.own.shape[1] == self.env.n_agents:
+            return  # there is nobody to deal for
         matches, rng, turn = self.env.num_envs, np.random.default_rng([self.seed, self.rounds]), self.seat
         if turn == "rotate":
             turn = np.arange(matches) + self.rounds
