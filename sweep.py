@@ -399,17 +399,20 @@ def shared_gpu():
     if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="mps") as folder:
+    with tempfile.TemporaryDirectory(prefix="mps", ignore_cleanup_errors=True) as folder:
         settings = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         probe = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
-        with_settings = {"env": {**os.environ, **settings}, "capture_output": True, "check": False}
-        works = all(subprocess.run(command, **with_settings).returncode == 0 for command in ([control, "-d"], probe))
+        # no pipes: a service that holds on to its output would keep this waiting for the end of it
+        quietly = {"env": {**os.environ, **settings}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        works = all(
+            subprocess.call(words, stdin=subprocess.DEVNULL, **quietly) == 0 for words in ([control, "-d"], probe)
+        )
         if not works:
             print("NVIDIA's multi-process service does not start here: runs on one GPU take turns.")
         try:
             yield settings if works else {}
         finally:
-            subprocess.run([control], input=b"quit\n", **with_settings)
+            subprocess.run([control], input=b"quit\n", check=False, **quietly)
 
 
 # ---- doing it ----
