@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent
 TRIES = 2  # of a run that crashes
 LOSSES = 5  # times that a run may lose its node
 LOST = "lost"  # what becomes of a run whose node is gone, in place of an exit code
-LARGEST = 64 * 2**20  # bytes of a file that comes back from a node while the run goes on
+LARGEST = 64 * 2**20  # bytes of a file that comes back from a node
 FREE = ("track", "capture-video", "checkpoint-interval", "log-interval")  # what may change when a run goes on
 
 
@@ -357,7 +357,7 @@ class Runner:
             self.process.process.wait(1)
         code, files = self.process.poll(), {}
         for path, version in self.versions().items():
-            if self.sent.get(path) != version and (version[1] <= LARGEST or code is not None):
+            if self.sent.get(path) != version and version[1] <= LARGEST:
                 with contextlib.suppress(FileNotFoundError):
                     files[path.relative_to(self.folder).as_posix()] = path.read_bytes()
                     self.sent[path] = version
