@@ -1121,7 +1121,7 @@ def as_before(args):
     saved = read_file(path)
     if saved["algorithm"] != Path(__file__).stem:
         raise SystemExit(f"--resume {args.resume} is a run of {saved['algorithm']}.py")
-    if saved["progress"]["complete"]:
+    if saved["progress"]["complete"] and path.with_name("results.json").exists():
         raise SystemExit(f"--resume {args.resume}: that run is complete")
     usual, given = asdict(Args()), asdict(args)
     before = {**usual, **saved["args"]}  # an older run may lack an option
@@ -1284,7 +1284,8 @@ if __name__ == "__main__":
         "final": final, "best": best, **progress, "updates": learner.updates, "versions": versions,
         "omg": inferred, "args": asdict(args),
     }  # fmt: skip
-    (run / "results.json").write_text(json.dumps(results, indent=1))
+    (run / "results.part").write_text(json.dumps(results, indent=1))
+    os.replace(run / "results.part", run / "results.json")
     log("eval", {"win_rate": final["win_rate"], "episodic_return": final["episodic_return"]})
     writer.close()
     if args.capture_video:

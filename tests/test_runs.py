@@ -253,6 +253,20 @@ def test_another_process_repeats_it(complete, tmp_path):
 
 
 # ---- stopping and going on ----
+def test_a_run_that_was_killed_before_its_results_writes_them(tmp_path):
+    run = train("iql", tmp_path)["run"]
+    before, results = learned(run), json.loads((run / "results.json").read_text())
+    (run / "results.json").unlink()
+    train("iql", tmp_path, resume=run)
+    again = json.loads((run / "results.json").read_text())
+    assert_same(before, learned(run))
+    assert (again["steps"], again["updates"], again["evals"]) == (
+        results["steps"],
+        results["updates"],
+        results["evals"],
+    )
+
+
 @pytest.mark.parametrize(("name", "env_id"), [("iql", "3m"), ("vdn", "stag_hunt_4x4"), ("qmix", "3m")])
 def test_a_run_stopped_after_every_round_ends_as_if_it_had_not_been(complete, name, env_id, tmp_path):
     run, sessions = stopped(name, tmp_path, env_id=env_id), 1
