@@ -95,7 +95,7 @@ class Args:
     buffer_device: str = "same"
     """where the replay buffer is kept: same (as the networks) or cpu"""
     batch_size: int | None = None
-    """episodes in an update (default: 64 on the GPU, 32 on the CPU; among others four and two times that)"""
+    """episodes in an update (default: 64 on the GPU, 256 where one seat learns among others; 32 on the CPU)"""
     updates_per_round: int | None = None
     """updates after each round of num_envs episodes (default: 16 on the GPU, 8 on the CPU)"""
     start_e: float = 1.0
@@ -165,7 +165,7 @@ def check(args):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
     usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "updates_per_round": (16, 8)}
-    usual["batch_size"] = (64, 32) if args.team == "self" else (256, 64)  # one seat has fewer rows
+    usual["batch_size"] = (64 if args.team == "self" else 256, 32)  # one seat has fewer rows
     usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64)
     for name, (on_gpu, on_cpu) in usual.items():
         if getattr(args, name) is None:
