@@ -1,0 +1,43 @@
+"""What the benchmarks compute: the difficulty table."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from scripts import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import difficulty
+
+
+def test_ranks_are_shared_by_equals():
+    assert difficulty.ranks([10, 30, 20, 30, 30]).tolist() == [0, 3, 1, 3, 3]
+
+
+def test_rank_correlation():
+    assert difficulty.rank_correlation([1, 2, 3, 4], [10, 20, 90, 1000]) == pytest.approx(1)
+    assert difficulty.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert difficulty.rank_correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)  # 1 - 6 * 4 / (5 * 24)
+
+
+def test_the_difficulty_table(tmp_path):
+    for number, (env_id, algorithm, won) in enumerate(
+        [
+            ("2s3z", "qmix", 0.9),
+            ("2s3z", "qmix", 0.8),
+            ("corridor", "qmix", 0.1),
+            ("MMM2", "qmix", 0.5),
+            ("3m", "iql", 1),
+        ]
+    ):
+        (tmp_path / f"{number}").mkdir()
+        results = {"env_id": env_id, "algorithm": algorithm, "final": {"win_rate": won}}
+        (tmp_path / f"{number}" / "results.json").write_text(json.dumps(results))
+    (tmp_path / "unfinished").mkdir()
+    command = [sys.executable, ROOT / "benchmarks" / "difficulty.py", *sorted(tmp_path.iterdir())]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = {line.split(" | ")[0].strip("| "): line for line in said.splitlines() if line.startswith("| ")}
+    assert set(rows) == {"map", "2s3z", "MMM2", "corridor"}
+    assert rows["2s3z"].rstrip().endswith("85 | 99 |") and rows["corridor"].rstrip().endswith("10 | 1 |")
+    assert "rank correlation, qmix: 1.00 (3 figures)" in said
