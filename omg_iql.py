@@ -888,10 +888,11 @@ def probe(features, labels, classes, train):
 
 
 def sensitivity(learner, batch, inferred):
-    """Mean change of Q when what is inferred is exchanged between matches."""
+    """Mean change of Q when what is inferred is exchanged between matches, as long as the learner of both is there."""
     (obs, before, time_left), seat, agents = learner.inputs(batch), batch["seat"][0], learner.online["agents"]
     q, exchanged = (agents(obs, before, agents.start(*seat.shape), seat, x)[0] for x in (inferred, inferred.roll(1, 1)))
     there = batch["alive"] & (time_left > 0).unsqueeze(-1)
+    there &= there.roll(1, 1)
     return spread(there.unsqueeze(-1) & batch["avail"], (q - exchanged).abs()).item()
 
 

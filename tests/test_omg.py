@@ -782,6 +782,15 @@ def test_probe_reads_what_is_linear_and_nothing_else(omg):
     assert omg.probe(features, torch.randint(3, (600,)), 3, train) < 0.45
 
 
+def test_subgoals_inferred_past_an_end_do_not_count_as_exchanged(omg):
+    learner, lengths = make_learner(omg, sizes()), (3, 8, 5)
+    batch, inferred = episodes(sizes(), lengths, ((0,), (1,), (2,)), ((1, 1, 4),)), torch.randn(10, 3, 1, 4)
+    before = omg.sensitivity(learner, batch, inferred)
+    for match, end in enumerate((3, 4, 5)):  # the second learner dies
+        inferred[end:, match] = 100.0
+    assert omg.sensitivity(learner, batch, inferred) == before > 0
+
+
 def test_places_of_a_perfect_prediction_are_a_hit(omg):
     for env_id, team in (("8m", None), ("stag_hunt_4x4", None)):
         _, rollout = make_rollout(omg, env_id, team)
