@@ -607,7 +607,9 @@ def analyse(args, learner, rollout, matches=64):
     batch["lengths"] = rollout.lengths[:matches]
     inferred, _, numbers = learner.model_loss(batch, *learner.inputs(batch))
     right = {name: number.item() for name, number in numbers.items()}
-    return right | {"q_sensitivity": sensitivity(learner, batch, inferred)}
+    if inferred.shape[1] > 1:  # one match has nobody to exchange with
+        right["q_sensitivity"] = sensitivity(learner, batch, inferred)
+    return right
 
 
 def policy_of(rollout):

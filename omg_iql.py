@@ -904,12 +904,15 @@ def analyse(args, learner, rollout, matches=64):
     batch["lengths"] = rollout.lengths[:matches]
     (obs, _, time_left), seat, who = learner.inputs(batch), batch["seat"][0], rollout.team.who[:matches]
     subgoal, _, (mean, _) = learner.infer(obs, batch["all_action"][:-1], seat)
-    numbers = {"q_sensitivity": sensitivity(learner, batch, subgoal)}
+    numbers = {}
     if args.subgoal_input == "obs" and hasattr(env, "places"):
         (predicted, _), (places, seen) = env.places(learner.model["vae"].decode(subgoal)), env.places(obs)
         known = batch["alive"] & (time_left >= 0).unsqueeze(-1)
         numbers["hit_ratio"] = hit_ratio(*(x.flatten(1, 2) for x in (predicted, places, seen, known)), env.hit_distance)
+    if len(seat) == 1:  # nothing to exchange, nothing to hold out
+        return numbers
 
+    numbers["q_sensitivity"] = sensitivity(learner, batch, subgoal)
     # seats turn from match to match, so that both halves have all of them
     there, half = batch["alive"] & (time_left > 0).unsqueeze(-1), torch.arange(len(seat), device=seat.device)
     train = (half < (len(seat) + 1) // 2).view(1, -1, 1).expand_as(there)[there]

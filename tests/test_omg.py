@@ -791,6 +791,14 @@ def test_subgoals_inferred_past_an_end_do_not_count_as_exchanged(omg):
     assert omg.sensitivity(learner, batch, inferred) == before > 0
 
 
+def test_of_one_match_nothing_is_said_that_takes_two(omg):
+    learner, rollout = make_rollout(omg, "stag_hunt_4x4", "1NS1learner1NH1learner")
+    rollout.play(1.0)
+    whole = {"hit_ratio", "q_sensitivity", "teammate_probe", "next_action_probe"}
+    assert omg.analyse(learner.args, learner, rollout).keys() == whole
+    assert omg.analyse(learner.args, learner, rollout, matches=1).keys() == {"hit_ratio"}
+
+
 def test_places_of_a_perfect_prediction_are_a_hit(omg):
     for env_id, team in (("8m", None), ("stag_hunt_4x4", None)):
         _, rollout = make_rollout(omg, env_id, team)

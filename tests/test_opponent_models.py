@@ -319,6 +319,7 @@ def test_analysis_measures_the_round_just_played(name):
     _, _, right, gap = plain_losses(name, learner, data)
     assert found["action_accuracy"] == pytest.approx(right, abs=1e-6) and found["q_sensitivity"] > 0
     assert found.get("obs_error", 0.0) == pytest.approx(gap, rel=1e-4)
+    assert "q_sensitivity" not in SCRIPTS[name].analyse(learner.args, learner, rollout, matches=1)
     with torch.no_grad():  # a Q-network that does not listen
         learner.online["agents"].into.weight[:, -learner.model["inference"].past.hidden_size :] = 0
         extra = learner.online["agents"].into.in_features - rollout.env.obs_dim - rollout.env.n_actions - 4
