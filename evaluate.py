@@ -290,10 +290,10 @@ def is_plain(saved):
 
 
 def measure(analyse, rollout, matches, found):
-    """Adds the model's metrics, excerpt by excerpt, to those found before; a short one only where there is no other."""
+    """Adds the model's metrics, excerpt by excerpt, to those found before; a short one where a round has no other."""
     for first in range(0, len(matches), EXCERPT):
         chosen = matches[first : first + EXCERPT]
-        if len(found) < EXCERPTS and (len(chosen) == EXCERPT or not found):
+        if len(found) < EXCERPTS and (len(chosen) == EXCERPT or first == 0):
             found.append(analyse(excerpt(rollout, chosen), matches=EXCERPT))
 
 

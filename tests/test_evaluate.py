@@ -321,6 +321,9 @@ def test_metrics_of_a_model_are_measured_other_by_other(runs, tmp_path, monkeypa
     assert [rows[name]["different"] for name in ("nearest", "weakest", "all", "mixed")] == [1, 1, 2, 2]
     assert rows["all"]["who_low"] <= 0.5 <= rows["all"]["who_high"]
     assert {*sizes} == {64} and len(sizes) == 4 * 4  # only whole excerpts
+    sizes.clear()
+    rows_of(arguments(tmp_path, [str(folder)], ["nearest", "weakest"], episodes=30, num_envs=12))
+    assert sorted(sizes) == [6] * 2 * 4 + [12] * 2 * 4  # small rounds: one of each
 
 
 @pytest.mark.parametrize("name", ["omg_iql", "naive_om_iql", "liam_iql"])
