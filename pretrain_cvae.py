@@ -425,7 +425,8 @@ def pretrain(args, learner, rollout, writer=None):
 
 def fits(args, env):
     """What the model's networks depend on."""
-    return sizes_of(env) | {name: getattr(args, name) for name in ("latent_dim", "subgoal_input", "reconstruct")}
+    choices = {name: getattr(args, name) for name in ("latent_dim", "subgoal_input", "reconstruct")}
+    return {"map": env.name.removeprefix("sc2/"), **sizes_of(env), **choices}  # the real game's or not
 
 
 def make_model(args, env):

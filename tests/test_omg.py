@@ -813,9 +813,9 @@ def test_places_of_a_perfect_prediction_are_a_hit(omg):
 
 # ---- files ----
 def test_a_pretrained_file_is_the_start_and_must_fit(omg, tmp_path):
-    env = sizes()
+    env = sizes(name="sc2/3m")
     learner, other = make_learner(omg, env, seed=1), make_learner(omg, env, seed=2)
-    fits = {**sizes_of(env), "latent_dim": 4, "subgoal_input": "obs", "reconstruct": "obs"}
+    fits = {"map": "3m", **sizes_of(env), "latent_dim": 4, "subgoal_input": "obs", "reconstruct": "obs"}
     model = {name: network.state_dict() for name, network in other.model.items()}
     torch.save({"fits": fits, "model": model}, tmp_path / "vae.pt")
     omg.load_vae(tmp_path / "vae.pt", learner.args, env, learner)
@@ -823,7 +823,13 @@ def test_a_pretrained_file_is_the_start_and_must_fit(omg, tmp_path):
         for key, weights in network.state_dict().items():
             assert (weights == model[name][key]).all()
     assert not any(weights.requires_grad for weights in learner.model["vae"].parameters())
-    for change in ({"latent_dim": 8}, {"subgoal_input": "state"}, {"reconstruct": "features"}, {"obs_dim": 9}):
+    for change in (
+        {"map": "8m"},
+        {"latent_dim": 8},
+        {"subgoal_input": "state"},
+        {"reconstruct": "features"},
+        {"obs_dim": 9},
+    ):
         torch.save({"fits": {**fits, **change}, "model": model}, tmp_path / "vae.pt")
         with pytest.raises(SystemExit, match=r"is for .*; this run needs"):
             omg.load_vae(tmp_path / "vae.pt", learner.args, env, learner)
@@ -1034,7 +1040,7 @@ def test_a_run_starts_from_a_pretrained_file(whole, tmp_path):
     saved = torch.load(whole / "checkpoint.pt", weights_only=True)
     file, fits = (
         str(tmp_path / "vae.pt"),
-        {**saved["sizes"], "latent_dim": 8, "subgoal_input": "obs", "reconstruct": "obs"},
+        {"map": "stag_hunt_4x4", **saved["sizes"], "latent_dim": 8, "subgoal_input": "obs", "reconstruct": "obs"},
     )
     torch.save({"fits": fits, "model": saved["model"]}, file)
     second = run(tmp_path / "runs", "--env-id", "stag_hunt_4x4", "--vae", file, "--seed", "5")
