@@ -740,7 +740,7 @@ def states_of(args, batch, obs):
 def collect(args, rollout):
     """Rounds of the others' play; `there`: where the learner's seat is there to see."""
     stories, steps = [], 0
-    while steps < args.pretrain_timesteps:
+    while steps < args.pretrain_timesteps or len(stories) < 2:  # one is held out
         _, lengths, _, valid = rollout.play(epsilon=1.0)
         steps += int(lengths.sum())
         rows = torch.arange(int(lengths.max()) + 1, device=lengths.device).view(-1, 1, 1)
@@ -806,7 +806,7 @@ def pretrain(args, learner, rollout, writer=None):
     Returns the errors held out: {"recon": ..., "kl": ..., "inference": ...}.
     """
     stories, vae = collect(args, rollout), learner.model["vae"]
-    held_out = stories.pop() if len(stories) > 1 else stories[0]
+    held_out = stories.pop()
     states = torch.cat([states_of(args, story, story["obs"])[story["there"]] for story in stories])
     test_states = states_of(args, held_out, held_out["obs"])[held_out["there"]][:8192]
     train_vae(args, vae, states, test_states, writer)

@@ -342,7 +342,7 @@ def collect(args, rollout):
     """Rounds of the others' play; `there`: where the learner's seat is there to see."""
     stories, steps = [], 0
     bar = tqdm(total=args.pretrain_timesteps, unit_scale=True, disable=not sys.stderr.isatty(), desc="playing")
-    while steps < args.pretrain_timesteps:
+    while steps < args.pretrain_timesteps or len(stories) < 2:  # one is held out
         lengths, valid = rollout.play()
         steps += int(lengths.sum())
         bar.update(int(lengths.sum()))
@@ -410,7 +410,7 @@ def pretrain(args, learner, rollout, writer=None):
     Returns the errors held out: {"recon": ..., "kl": ..., "inference": ...}.
     """
     stories, vae = collect(args, rollout), learner.model["vae"]
-    held_out = stories.pop() if len(stories) > 1 else stories[0]
+    held_out = stories.pop()
     states = torch.cat([states_of(args, story, story["obs"])[story["there"]] for story in stories])
     test_states = states_of(args, held_out, held_out["obs"])[held_out["there"]][:8192]
     train_vae(args, vae, states, test_states, writer)

@@ -343,6 +343,20 @@ def test_pretraining_learns_and_freezes(omg):
     assert not any(weights.requires_grad for weights in learner.model["vae"].parameters())
 
 
+def test_pretraining_is_measured_on_matches_it_does_not_learn_from(omg, monkeypatch):
+    class Rounds(Told):
+        def play(self, epsilon):
+            self.story["obs"] += 1000
+            return self.round
+
+    env, given = sizes(), []
+    learner = make_learner(omg, env, pretrain_timesteps=1)
+    monkeypatch.setattr(omg, "train_vae", lambda args, vae, states, held_out, writer: given.extend((states, held_out)))
+    monkeypatch.setattr(omg, "warm_up", lambda args, learner, stories: None)
+    omg.pretrain(learner.args, learner, Rounds(episodes(env, LENGTHS, SEATS)))
+    assert given[0].max() < 1500 < given[1].min()
+
+
 # ---- the selector ----
 class Worth(torch.nn.Module):
     """Q of an action is the subgoal's entry of that number: candidates are valued by hand."""
