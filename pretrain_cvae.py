@@ -437,9 +437,10 @@ def make_model(args, env):
 @torch.no_grad()
 def picture(args, env, learner, team):
     """A match in the middle, with the places that the VAE gives back of what the learner's seat sees."""
-    obs, _ = env.reset()
+    (obs, _), action = env.reset(), torch.full_like(env.actions, -1)
     for _ in range(min(10, env.episode_limit // 2)):
-        obs, *_ = env.step(team.complete(torch.zeros_like(team.own), env.actions))
+        action = team.complete(torch.zeros_like(team.own), action)
+        obs, *_ = env.step(action)
     own = team.mine(obs)
     rebuilt = learner.model["vae"].decode(learner.model["vae"].encode(own)[0])
     agent, (places, _), (_, seen) = int(team.own[0, 0]), env.places(rebuilt), env.places(own)
@@ -461,6 +462,8 @@ if __name__ == "__main__":
     device = torch.device("cuda" if args.cuda else "cpu")
     env = make_env(args, args.num_envs, device, args.seed)
     team = make_team(args, env, args.seed, understudy=True)
+    if (team.who < 0).any():
+        raise SystemExit(f"--team {args.team} has no others to watch; omg_iql.py does with it what it needs by itself")
     learner = Model(args, env)
     kept = ["obs", "alive", "all_action"] + ["state"] * (args.subgoal_input == "state")
     if args.track:

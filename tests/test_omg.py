@@ -1050,6 +1050,12 @@ def test_a_file_of_the_pretraining_script_is_used(tmp_path, options):
         assert torch.equal(weights, later["model"]["vae"][key])
 
 
+@pytest.mark.parametrize("team", ["self", "4omg"])
+def test_pretraining_needs_others_to_watch(tmp_path, team):
+    with pytest.raises(SystemExit, match=f"--team {team} has no others to watch"):
+        run(tmp_path, "--env-id", "stag_hunt_4x4", "--team", team, script="pretrain_cvae")
+
+
 def test_a_run_starts_from_a_pretrained_file(whole, tmp_path):
     saved = torch.load(whole / "checkpoint.pt", weights_only=True)
     file, fits = (
