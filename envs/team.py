@@ -52,6 +52,10 @@ class Team:
         scripted = [name for name in env.policies if name in BATTLE_ROSTER] or list(env.policies)
         self.names = [*env.policies, *(run["path"] for run in self.runs)]  # what the numbers of `who` mean
         self.pool = [*dict.fromkeys(scripts), *range(len(env.policies), len(self.names))]  # these numbers are others
+        if self.pool and text in (None, "self", "scripted"):
+            raise ValueError(
+                f"nobody of the pool would play; a team with them is {env.n_agents - 1}other1{learners[0]}"
+            )
         self.parts = []  # (seats, numbers of the policies to draw from), None for the learner
         if text == "self":
             self.parts = [(env.n_agents, None)]

@@ -80,7 +80,7 @@ def seats_of(team, match):
     ],
 )
 def test_a_team_has_the_seats_it_names(pool, text, env_id, expected):
-    team = make(text, env_id=env_id, pool=[f"{pool}/*"] if env_id == "8m" else ())
+    team = make(text, env_id=env_id, pool=[f"{pool}/*"] if env_id == "8m" and text != "self" else ())
     for match in range(24):
         assert Counter(seats_of(team, match)) == expected
         assert team.own[match].tolist() == [s for s, who in enumerate(seats_of(team, match)) if who == "learner"]
@@ -121,6 +121,7 @@ def test_without_a_text_one_learner_is_among_the_scripted(env_id, roster):
         ("7nearest1omg", {"seat": "8"}, "rotate, random or a number from 0 to 7, not '8'"),
         ("7nearest1omg", {"seat": "-1"}, "from 0 to 7"),
         ("7nearest1omg", {"seat": "first"}, "from 0 to 7"),
+        *((text, {"pool": ["hold"]}, "a team with them is 7other1omg") for text in (None, "self", "scripted")),
         ("7nearest1omg", {"pool": ["nowhere/*"]}, "no run with a checkpoint.pt at nowhere"),
     ],
 )
