@@ -123,7 +123,7 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import envs  # noqa: E402
-from envs.team import Team, sizes_of  # noqa: E402
+from envs.team import Team, refuse_another_map, sizes_of  # noqa: E402
 
 CHUNK = 8  # steps between two looks at whether all matches are over; lengths of updates are multiples of it
 OF_THE_STEP = ("action", "reward", "terminated")  # what a story has of the step itself
@@ -580,8 +580,7 @@ def read_file(path):
 def load_policy(run, env):
     """The greedy policy of a run, for matches of `env`: act(obs, info) -> actions."""
     saved = read_file(Path(run) / "checkpoint.pt")
-    if saved["sizes"] != sizes_of(env):
-        raise ValueError(f"{run} was trained on {saved['env_id']} {saved['sizes']}; this is {env.name} {sizes_of(env)}")
+    refuse_another_map(run, saved, env)
     agents = make_agents(Args(**saved["args"]), env)
     agents.load_state_dict(saved["online"]["agents"])
     return policy_of(agents, env)
@@ -657,10 +656,11 @@ def start_from(args, learner):
     path = Path(args.init) / "checkpoint.pt"
     if not path.exists():
         raise SystemExit(f"--init {args.init}: there is no checkpoint.pt")
-    saved, sizes = read_file(path), sizes_of(learner.env)
-    same_map = saved["env_id"].removeprefix("sc2/") == args.env_id.removeprefix("sc2/")  # the real game's or not
-    if not same_map or saved["sizes"] != sizes:
-        raise SystemExit(f"--init {args.init} is of {saved['env_id']} {saved['sizes']}; this is {args.env_id} {sizes}")
+    saved = read_file(path)
+    try:
+        refuse_another_map(f"--init {args.init}", saved, learner.env)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     for which in ("online", "target"):
         for name, network in getattr(learner, which).items():
             weights, wanted = saved[which].get(name, {}), network.state_dict()

@@ -159,7 +159,7 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import envs  # noqa: E402
-from envs.team import Team, sizes_of  # noqa: E402
+from envs.team import Team, refuse_another_map, sizes_of  # noqa: E402
 
 CHUNK = 8  # steps between two looks at whether all matches are over; lengths of updates are multiples of it
 # what a story has of the step itself
@@ -997,18 +997,10 @@ def read_file(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def misfit(saved, env):
-    """Why a checkpoint is not for `env`, or nothing."""
-    same_map = saved["env_id"].removeprefix("sc2/") == env.name.removeprefix("sc2/")  # the real game's or not
-    if not same_map or saved["sizes"] != sizes_of(env):
-        return f"was trained on {saved['env_id']} {saved['sizes']}; this is {env.name} {sizes_of(env)}"
-
-
 def load_rollout(run, env, team=None):
     """(arguments, learner, rollout) of a run, for matches of `env`, among `team` or the run's own."""
     saved = read_file(Path(run) / "checkpoint.pt")
-    if wrong := misfit(saved, env):
-        raise ValueError(f"{run} {wrong}")
+    refuse_another_map(run, saved, env)
     args = Args(**{**saved["args"], "cuda": env.device.type == "cuda"})
     learner = Learner(args, env)
     for which in ("online", "model"):
@@ -1040,8 +1032,10 @@ def start_from(args, learner):
     if not path.exists():
         raise SystemExit(f"--init {args.init}: there is no checkpoint.pt")
     saved = read_file(path)
-    if wrong := misfit(saved, learner.env):
-        raise SystemExit(f"--init {args.init} {wrong}")
+    try:
+        refuse_another_map(f"--init {args.init}", saved, learner.env)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     for which in ("online", "target", "model"):
         for name, network in getattr(learner, which).items():
             try:

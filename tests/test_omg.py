@@ -932,7 +932,7 @@ def test_a_run_on_3m_with_8_agents_is_filmed_and_can_be_watched(tmp_path):
     obs, info = env.reset(seed=0)
     act(obs, info)
     assert act.goals and all(len(goal) == 3 and np.isfinite(goal).all() for goal in act.goals)
-    with pytest.raises(ValueError, match="was trained on 3m"):
+    with pytest.raises(ValueError, match="is of 3m"):
         play.policy_of(str(folder), envs.make("3m"))
 
 

@@ -285,7 +285,7 @@ def test_a_saved_policy_plays_as_the_run_did(name, tmp_path):
     returns, *_ = again.play(epsilon=0.0)
     assert args.team == "2NS2learner" and returns.shape == (2, 1)
     for wrong in ("3m", "8m"):
-        with pytest.raises(ValueError, match=f"was trained on stag_hunt_4x4 .*; this is {wrong}"):
+        with pytest.raises(ValueError, match=f"is of stag_hunt_4x4 .*; this is {wrong}"):
             SCRIPTS[name].load_policy(tmp_path, envs.make(wrong))
 
 
@@ -337,7 +337,7 @@ def test_a_run_on_3m_with_8_agents_is_filmed_and_can_be_watched(name, tmp_path):
     assert ("obs_error" in report["om"]) == (name == "liam_iql")
     assert (folder / "match.gif").stat().st_size > 0 and not (folder / "resume.pt").exists()
     play.main(play.Args("3m", policy=str(folder), n_agents=8, out=tmp_path / "match.gif"))
-    with pytest.raises(ValueError, match="was trained on 3m"):
+    with pytest.raises(ValueError, match="is of 3m"):
         play.policy_of(str(folder), envs.make("3m"))
 
 
@@ -408,7 +408,7 @@ def test_a_run_starts_from_the_networks_of_another(name, whole, tmp_path):
             for key, values in weights.items():
                 torch.testing.assert_close(after[which][network][key], values, rtol=0, atol=1e-6)
     assert after["progress"]["steps"] < before["progress"]["steps"] and "Pre-training" not in text.getvalue()
-    with pytest.raises(SystemExit, match=r"was trained on stag_hunt_4x4 .*; this is 3m"):
+    with pytest.raises(SystemExit, match=r"is of stag_hunt_4x4 .*; this is 3m"):
         omg.run(tmp_path, "--env-id", "3m", "--init", str(first), script=name)
     with pytest.raises(SystemExit, match=r"the agents of a run of .* do not fit"):
         omg.run(tmp_path, "--env-id", "stag_hunt_4x4", "--hidden-dim", "8", "--init", str(first), script=name)

@@ -527,9 +527,14 @@ def test_a_saved_policy_plays_as_it_was_evaluated(complete, name):
         torch.testing.assert_close(total, rollout.play(epsilon=0.0)[0])
 
 
-def test_a_policy_of_another_map_is_refused(complete):
-    with pytest.raises(ValueError, match=r"trained on 3m \{'n_agents': 3, .* this is 8m \{'n_agents': 8, "):
-        IQL.load_policy(complete("iql")[0], envs.make("8m"))
+def test_a_policy_of_another_map_is_refused(complete, tmp_path):
+    run, _ = complete("iql")
+    with pytest.raises(ValueError, match=r"is of 3m \{'n_agents': 3, .* this is 8m \{'n_agents': 8, "):
+        IQL.load_policy(run, envs.make("8m"))
+    twin = {**torch.load(run / "checkpoint.pt", weights_only=True), "env_id": "twin"}  # another map of the same sizes
+    torch.save(twin, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"is of twin .* this is 3m "):
+        IQL.load_policy(tmp_path, envs.make("3m"))
 
 
 # ---- what is not finite ----
