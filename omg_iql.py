@@ -185,6 +185,8 @@ def check(args):
         raise SystemExit(f"--buffer-device is same or cpu, not {args.buffer_device}")
     if args.selector not in ("value", "random", "next") and not (args.selector.isdigit() and int(args.selector) > 0):
         raise SystemExit(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
+    if args.mix == "kl-target" and args.q_subgoal != "mixed":
+        raise SystemExit("--q-subgoal is for --mix q-input: with kl-target the Q-network has the inferred subgoal")
     if args.cuda and not torch.cuda.is_available():
         print("There is no GPU that torch can use: going on with the CPU.")
         args.cuda = False

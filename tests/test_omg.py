@@ -227,12 +227,11 @@ def plain_losses(learner, batch):
                 if alive[t]:
                     mean, log_variance, error = inferred[t]
                     goal = selected[t]
-                    if args.mix == "kl-target" and args.q_subgoal == "inferred":
+                    if args.mix == "kl-target":  # the chance of the selected one is 0
                         goal = data["mean"][t, m, place], data["log_variance"][t, m, place]
                     model_errors.append(error + args.kl_weight * kl(mean, log_variance, *goal))
 
-            use_selected = args.q_subgoal == "selected" and args.mix == "q-input"
-            subgoals = [selected[t][0] if use_selected else inferred[t][0] for t in range(length)]
+            subgoals = [selected[t][0] if args.q_subgoal == "selected" else inferred[t][0] for t in range(length)]
             subgoals.append(inferred[length][0])
             errors += td_errors(learner, data, m, place, subgoals, args.bootstrap_subgoal == "same")
     return np.mean(np.square(errors)), np.mean(model_errors)
@@ -241,7 +240,7 @@ def plain_losses(learner, batch):
 VARIANTS = (
     {}, {"subgoal_mode": "conservative"}, {"q_subgoal": "inferred"}, {"q_subgoal": "selected"},
     {"bootstrap_subgoal": "next", "q_subgoal": "selected"}, {"bootstrap_subgoal": "next"}, {"subgoal_input": "state"},
-    {"mix": "kl-target", "q_subgoal": "inferred"}, {"mix": "kl-target", "q_subgoal": "selected"}, {"td_lambda": 0.0},
+    {"mix": "kl-target"}, {"td_lambda": 0.0},
     {"horizon": 12}, {"dueling": True}, {"reconstruct": "features"},
 )  # fmt: skip
 
@@ -856,6 +855,7 @@ def test_a_pretrained_file_is_the_start_and_must_fit(omg, tmp_path):
     [
         ({"selector": "best"}, "value, random, next or a number from 1 up, not best"),
         ({"selector": "0"}, "number from 1 up"),
+        ({"mix": "kl-target", "q_subgoal": "selected"}, "--q-subgoal is for --mix q-input"),
         ({"horizon": 0}, "--horizon is above 0"),
         ({"latent_dim": -1}, "--latent-dim is above 0"),
         ({"pretrain_timesteps": 0}, "--pretrain-timesteps is above 0"),
