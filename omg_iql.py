@@ -573,7 +573,7 @@ class Learner:
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
         names = ("td_loss", "q_values", "grad_norm", "model_loss", "bad", "bad_loss")
         self.sums = {name: torch.zeros((), device=env.device) for name in names}
-        sizes = {"kl": (), "recon": (), "kl_per_dim": args.latent_dim, "selected_k": args.horizon}
+        sizes = {"recon": (), "kl_per_dim": args.latent_dim, "selected_k": args.horizon}
         self.model_sums = {name: torch.zeros(size, device=env.device) for name, size in sizes.items()}
         self.mix_chance = torch.zeros((), device=env.device)
         self.mixing = args.mix == "q-input" and args.q_subgoal != "inferred"
@@ -621,60 +621,59 @@ class Learner:
             self.mixing, self.graphs = False, {}
 
     @torch.no_grad()
-    def select(self, obs, last, states, seat, avail, codes, final):
+    def select(self, obs, last_action, h, seat, avail, codes, final):
         """The index of the state chosen as each step's subgoal, (steps, matches, own seats); how far ahead (0: next).
 
         Candidates are the next `horizon` states; past the `final` one, where the learner's part ends, that one again.
+        `h` is what the Q-network remembers after each step; candidates are valued from what it remembered before.
         """
-        steps, horizon = len(avail), self.args.horizon
-        time = torch.arange(steps, device=obs.device).view(-1, 1, 1, 1)
-        ahead = torch.arange(1, horizon + 1, device=obs.device).view(1, -1, 1, 1)
-        if self.args.selector.isdigit() or self.args.selector == "next":
-            k = torch.full_like(last, 0 if self.args.selector == "next" else int(self.args.selector) - 1)
-        elif self.args.selector == "random":
-            k = torch.randint(horizon, last.shape, device=obs.device)
-        else:
-            index = torch.minimum(time + ahead, final)  # (steps, horizon, matches, own seats)
-            before = torch.cat((torch.zeros_like(states[:1]), states[:-1]))
-            q = self.online["agents"].compare(obs, last, before, seat, codes, index)
+        horizon, time = self.args.horizon, torch.arange(len(avail), device=obs.device).view(-1, 1, 1)
+        if self.args.selector == "random":
+            k = torch.randint(horizon, last_action.shape, device=obs.device)
+        elif self.args.selector == "value":
+            ahead = torch.arange(1, horizon + 1, device=obs.device).view(-1, 1, 1)
+            candidates = torch.minimum(time.unsqueeze(1) + ahead, final)  # (steps, horizon, matches, own seats)
+            h = torch.cat((torch.zeros_like(h[:1]), h[:-1]))
+            q = self.online["agents"].compare(obs, last_action, h, seat, codes, candidates)
             allowed = avail.unsqueeze(1)
             value = torch.where(allowed, q, 0.0).sum(-1) / allowed.sum(-1).clamp(min=1)
             k = value.argmax(1) if self.args.subgoal_mode == "optimistic" else value.argmin(1)
-        return torch.minimum(time.squeeze(1) + 1 + k, final), k
+        else:
+            k = torch.full_like(last_action, 0 if self.args.selector == "next" else int(self.args.selector) - 1)
+        return torch.minimum(time + 1 + k, final), k
 
     def model_loss(self, batch, obs, before, time_left, h, inferred, memory, code):
         """(subgoals for the Q-network at every row of episodes, the inference model's loss)
 
-        `h` are the Q-network's states with the inferred subgoals, of which `memory` and `code` are what else was said.
+        `h` is what the Q-network remembers with the inferred subgoals; `memory` and `code` came with those.
         """
-        args, seat = self.args, batch["seat"][0]
-        alive, real = batch["alive"] & (time_left >= 0).unsqueeze(-1), (time_left[:-1] > 0).unsqueeze(-1)
-        there, final = alive[:-1] & real, (alive.sum(0) - 1).clamp(min=0)  # where the learner is there; its last state
+        args, alive = self.args, batch["alive"] & (time_left >= 0).unsqueeze(-1)
+        final = (alive.sum(0) - 1).clamp(min=0)  # the last state that the learner is there to see
+        real = (time_left[:-1] > 0).unsqueeze(-1)
+        there = alive[:-1] & real  # (steps, matches, own seats)
         with torch.no_grad():
             codes = self.model["vae"].encode(states_of(args, batch, obs))  # (mean, log variance)
-            drawn = sample(*codes)
-            index, k = self.select(obs[:-1], before[:-1], h[:-1], seat, batch["avail"][:-1], drawn, final)
+            drawn, seat, avail = sample(*codes), batch["seat"][0], batch["avail"][:-1]
+            index, k = self.select(obs[:-1], before[:-1], h[:-1], seat, avail, drawn, final)
             where = index.unsqueeze(-1).expand(-1, -1, -1, args.latent_dim)
-            selected, *goal = (
-                values.gather(0, where) for values in (drawn, *codes)
-            )  # (steps, matches, own seats, latent)
+            selected, *goal = (values.gather(0, where) for values in (drawn, *codes))
             chance = {"mixed": self.mix_chance, "inferred": 0.0, "selected": 1.0}[args.q_subgoal]
-            mixed = ((torch.rand(index.shape, device=obs.device) < chance) & real).unsqueeze(-1)
-            if args.mix == "kl-target":  # as in the released code: the divergence to what was inferred while acting
+            hindsight = ((torch.rand(index.shape, device=obs.device) < chance) & real).unsqueeze(-1)
+            if args.mix == "q-input":
+                subgoal = torch.where(hindsight, selected, inferred[:-1])
+            else:  # as in the released code: else the divergence is from what was inferred while acting
                 played = [torch.where(there.unsqueeze(-1), batch[name][:-1], 0.0) for name in ("mean", "log_variance")]
-                goal, mixed = [torch.where(mixed, new, old) for new, old in zip(goal, played)], torch.zeros_like(mixed)
-            subgoal = torch.cat((torch.where(mixed, selected, inferred[:-1]), inferred[-1:]))
+                goal, subgoal = [torch.where(hindsight, *pair) for pair in zip(goal, played)], inferred[:-1]
+            subgoal = torch.cat((subgoal, inferred[-1:]))
         said = inferred[:-1], memory[:-1], [values[:-1] for values in code]
         recon, kl_per_dim = self.model["inference"].errors(obs[:-1], *said, goal)
-        kl = kl_per_dim.sum(-1)
         with torch.no_grad():
             chosen = F.one_hot(k.clamp(max=args.horizon - 1), args.horizon)
             for name, values in (("kl_per_dim", kl_per_dim), ("selected_k", chosen)):
                 counted = torch.where(there.unsqueeze(-1), values, 0.0)
                 self.model_sums[name] += counted.sum((0, 1, 2)) / there.sum().clamp(min=1)
-            self.model_sums["kl"] += spread(there, kl)
             self.model_sums["recon"] += spread(there, recon)
-        return subgoal, spread(there, recon + args.kl_weight * kl)
+        return subgoal, spread(there, recon + args.kl_weight * kl_per_dim.sum(-1))
 
     # ALGO LOGIC: the losses
     def loss(self, batch):
@@ -682,11 +681,11 @@ class Learner:
         action, reward, avail, alive = batch["action"][:-1], batch["reward"][:-1], batch["avail"], batch["alive"]
         obs, before, time_left = self.inputs(batch)
         start, seat = self.online["agents"].start(*action.shape[1:]), batch["seat"][0]
-        said = self.infer(obs, batch["all_action"][:-1], seat)
-        with torch.set_grad_enabled(not self.mixing):
-            q, h = self.online["agents"](obs, before, start, seat, said[0].detach())  # (steps + 1, matches, seats, ...)
-        subgoal, model_loss = self.model_loss(batch, obs, before, time_left, h.detach(), *said)
-        if self.mixing:  # else these are the inferred ones
+        inferred, memory, code = self.infer(obs, batch["all_action"][:-1], seat)
+        with torch.set_grad_enabled(not self.mixing):  # this unroll is learned by if no subgoal is replaced
+            q, h = self.online["agents"](obs, before, start, seat, inferred.detach())
+        subgoal, model_loss = self.model_loss(batch, obs, before, time_left, h.detach(), inferred, memory, code)
+        if self.mixing:
             q, h = self.online["agents"](obs, before, start, seat, subgoal)
         chosen = value_of(action, q[:-1])  # (steps, matches, seats)
         with torch.no_grad():
@@ -1226,8 +1225,8 @@ if __name__ == "__main__":
                     log("omg", {"loss": losses.pop("model_loss") / updates})
                     log("losses", {name: total / updates for name, total in losses.items()})
                     model = {name: total / updates for name, total in model.items()}
-                    log("omg", {name: model[name] for name in ("kl", "recon")})
-                    log("omg", {"kl_per_dim_max": model["kl_per_dim"].max()})
+                    log("omg", {"kl": model["kl_per_dim"].sum(), "kl_per_dim_max": model["kl_per_dim"].max()})
+                    log("omg", {"recon": model["recon"]})
                     log("omg", {f"selected_k/{k}": share for k, share in enumerate(model["selected_k"], 1)})
                     writer.add_histogram("omg/kl_per_dim", model["kl_per_dim"], progress["steps"])
                 charts = {
