@@ -430,7 +430,7 @@ class Buffer:
         return torch.stack((episodes, self.lengths[episodes]), 1)
 
 
-def spread(mask, values):
+def masked_mean(mask, values):
     """The mean of the values that the mask selects."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
@@ -499,9 +499,9 @@ class Learner:
         seen = batch["all_obs"][:-1].unsqueeze(2).expand(-1, -1, seat.shape[2], -1, -1)
         seen = seen.gather(3, seat.unsqueeze(-1).expand(-1, -1, -1, -1, seen.shape[-1]))
         seen = torch.where(mask.unsqueeze(-1), seen, 0.0)  # (steps, matches, own seats, others, obs)
-        obs_error = spread(mask, (rebuilt - seen).square().mean(-1))
-        loss = obs_error + spread(mask, -value_of(action, logs))
-        right = spread(mask, (logs.argmax(-1) == action).float())
+        obs_error = masked_mean(mask, (rebuilt - seen).square().mean(-1))
+        loss = obs_error + masked_mean(mask, -value_of(action, logs))
+        right = masked_mean(mask, (logs.argmax(-1) == action).float())
         return inferred.detach(), loss, {"action_accuracy": right, "obs_error": obs_error}
 
     # ALGO LOGIC: the losses
@@ -594,7 +594,7 @@ def sensitivity(learner, batch, inferred):
     q, exchanged = (agents(obs, before, agents.start(*seat.shape), seat, x)[0] for x in (inferred, inferred.roll(1, 1)))
     there = batch["alive"] & (time_left > 0).unsqueeze(-1)
     there &= there.roll(1, 1)
-    return spread(there.unsqueeze(-1) & batch["avail"], (q - exchanged).abs()).item()
+    return masked_mean(there.unsqueeze(-1) & batch["avail"], (q - exchanged).abs()).item()
 
 
 @torch.no_grad()
@@ -706,12 +706,8 @@ def save(run, args, learner, buffer, rollouts, progress):
         which: {name: network.state_dict() for name, network in getattr(learner, which).items()}
         for which in ("online", "target", "model")
     }
-    about = {
-        "algorithm": Path(__file__).stem,
-        "env_id": args.env_id,
-        "sizes": sizes_of(learner.env),
-        "args": asdict(args),
-    }
+    about = {"algorithm": Path(__file__).stem, "env_id": args.env_id, "sizes": sizes_of(learner.env)}
+    about["args"] = asdict(args)
     state = {"optimizer": learner.optimizer.state_dict(), "updates": learner.updates, "progress": progress}
     written = write_file({**about, **networks, **state}, run / "checkpoint.pt")
     if progress["complete"]:
@@ -811,14 +807,8 @@ if __name__ == "__main__":
     buffer = Buffer(
         rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
     )
-    progress = {
-        "steps": 0,
-        "episodes": 0,
-        "seconds": 0.0,
-        "next_eval": args.eval_interval,
-        "evals": [],
-        "complete": False,
-    }
+    progress = {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": False}
+    progress["next_eval"] = args.eval_interval
     if args.resume:
         progress = restore(run, args, learner, buffer, (rollout, eval_rollout))
     elif args.init:

@@ -432,7 +432,7 @@ class Buffer:
         return torch.stack((episodes, self.lengths[episodes]), 1)
 
 
-def spread(mask, values):
+def masked_mean(mask, values):
     """The mean of the values that the mask selects."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
@@ -503,8 +503,8 @@ class Learner:
         """(what goes into the Q-network at every row of episodes, the model's loss, what it got right)"""
         inferred, _, logs = self.infer(obs, batch["all_action"][:-1], batch["seat"][0])
         _, action, mask = self.others(batch, time_left)
-        loss = spread(mask, -value_of(action, logs[:-1]))
-        return inferred, loss, {"action_accuracy": spread(mask, (logs[:-1].argmax(-1) == action).float())}
+        loss = masked_mean(mask, -value_of(action, logs[:-1]))
+        return inferred, loss, {"action_accuracy": masked_mean(mask, (logs[:-1].argmax(-1) == action).float())}
 
     # ALGO LOGIC: the losses
     def loss(self, batch):
@@ -596,7 +596,7 @@ def sensitivity(learner, batch, inferred):
     q, exchanged = (agents(obs, before, agents.start(*seat.shape), seat, x)[0] for x in (inferred, inferred.roll(1, 1)))
     there = batch["alive"] & (time_left > 0).unsqueeze(-1)
     there &= there.roll(1, 1)
-    return spread(there.unsqueeze(-1) & batch["avail"], (q - exchanged).abs()).item()
+    return masked_mean(there.unsqueeze(-1) & batch["avail"], (q - exchanged).abs()).item()
 
 
 @torch.no_grad()
@@ -708,12 +708,8 @@ def save(run, args, learner, buffer, rollouts, progress):
         which: {name: network.state_dict() for name, network in getattr(learner, which).items()}
         for which in ("online", "target", "model")
     }
-    about = {
-        "algorithm": Path(__file__).stem,
-        "env_id": args.env_id,
-        "sizes": sizes_of(learner.env),
-        "args": asdict(args),
-    }
+    about = {"algorithm": Path(__file__).stem, "env_id": args.env_id, "sizes": sizes_of(learner.env)}
+    about["args"] = asdict(args)
     state = {"optimizer": learner.optimizer.state_dict(), "updates": learner.updates, "progress": progress}
     written = write_file({**about, **networks, **state}, run / "checkpoint.pt")
     if progress["complete"]:
@@ -813,14 +809,8 @@ if __name__ == "__main__":
     buffer = Buffer(
         rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
     )
-    progress = {
-        "steps": 0,
-        "episodes": 0,
-        "seconds": 0.0,
-        "next_eval": args.eval_interval,
-        "evals": [],
-        "complete": False,
-    }
+    progress = {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": False}
+    progress["next_eval"] = args.eval_interval
     if args.resume:
         progress = restore(run, args, learner, buffer, (rollout, eval_rollout))
     elif args.init:

@@ -543,7 +543,7 @@ class Buffer:
         return torch.stack((episodes, self.lengths[episodes]), 1)
 
 
-def spread(mask, values):
+def masked_mean(mask, values):
     """The mean of the values that the mask selects."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
@@ -672,8 +672,8 @@ class Learner:
             for name, values in (("kl_per_dim", kl_per_dim), ("selected_k", chosen)):
                 counted = torch.where(there.unsqueeze(-1), values, 0.0)
                 self.model_sums[name] += counted.sum((0, 1, 2)) / there.sum().clamp(min=1)
-            self.model_sums["recon"] += spread(there, recon)
-        return subgoal, spread(there, recon + args.kl_weight * kl_per_dim.sum(-1))
+            self.model_sums["recon"] += masked_mean(there, recon)
+        return subgoal, masked_mean(there, recon + args.kl_weight * kl_per_dim.sum(-1))
 
     # ALGO LOGIC: the losses
     def loss(self, batch):
@@ -788,7 +788,7 @@ def inference_loss(args, learner, story, chosen):
     goal = learner.model["vae"].encode(states_of(args, story, obs)[1:])
     said = subgoal[:-1], memory[:-1], [values[:-1] for values in code]
     recon, kl = learner.model["inference"].errors(obs[:-1], *said, goal)
-    return spread(story["there"][1:], recon + args.kl_weight * kl.sum(-1))
+    return masked_mean(story["there"][1:], recon + args.kl_weight * kl.sum(-1))
 
 
 def warm_up(args, learner, stories):
@@ -895,7 +895,7 @@ def sensitivity(learner, batch, inferred):
     q, exchanged = (agents(obs, before, agents.start(*seat.shape), seat, x)[0] for x in (inferred, inferred.roll(1, 1)))
     there = batch["alive"] & (time_left > 0).unsqueeze(-1)
     there &= there.roll(1, 1)
-    return spread(there.unsqueeze(-1) & batch["avail"], (q - exchanged).abs()).item()
+    return masked_mean(there.unsqueeze(-1) & batch["avail"], (q - exchanged).abs()).item()
 
 
 @torch.no_grad()
@@ -1053,12 +1053,8 @@ def save(run, args, learner, buffer, rollouts, progress):
         which: {name: network.state_dict() for name, network in getattr(learner, which).items()}
         for which in ("online", "target", "model")
     }
-    about = {
-        "algorithm": Path(__file__).stem,
-        "env_id": args.env_id,
-        "sizes": sizes_of(learner.env),
-        "args": asdict(args),
-    }
+    about = {"algorithm": Path(__file__).stem, "env_id": args.env_id, "sizes": sizes_of(learner.env)}
+    about["args"] = asdict(args)
     state = {"optimizer": learner.optimizer.state_dict(), "updates": learner.updates, "progress": progress}
     written = write_file({**about, **networks, **state}, run / "checkpoint.pt")
     if progress["complete"]:
@@ -1160,14 +1156,8 @@ if __name__ == "__main__":
     buffer = Buffer(
         rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
     )
-    progress = {
-        "steps": 0,
-        "episodes": 0,
-        "seconds": 0.0,
-        "next_eval": args.eval_interval,
-        "evals": [],
-        "complete": False,
-    }
+    progress = {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": False}
+    progress["next_eval"] = args.eval_interval
     if args.resume:
         progress = restore(run, args, learner, buffer, (rollout, eval_rollout))
     elif args.init:

@@ -313,7 +313,7 @@ class Rollout:
         return self.lengths, ~info["invalid"]
 
 
-def spread(mask, values):
+def masked_mean(mask, values):
     """The mean of the values that the mask selects."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
@@ -391,7 +391,7 @@ def inference_loss(args, learner, story, chosen):
     goal = learner.model["vae"].encode(states_of(args, story, obs)[1:])
     said = subgoal[:-1], memory[:-1], [values[:-1] for values in code]
     recon, kl = learner.model["inference"].errors(obs[:-1], *said, goal)
-    return spread(story["there"][1:], recon + args.kl_weight * kl.sum(-1))
+    return masked_mean(story["there"][1:], recon + args.kl_weight * kl.sum(-1))
 
 
 def warm_up(args, learner, stories):

@@ -597,12 +597,8 @@ def save(run, args, learner, buffer, rollouts, progress):
         which: {name: network.state_dict() for name, network in getattr(learner, which).items()}
         for which in ("online", "target")
     }
-    about = {
-        "algorithm": Path(__file__).stem,
-        "env_id": args.env_id,
-        "sizes": sizes_of(learner.env),
-        "args": asdict(args),
-    }
+    about = {"algorithm": Path(__file__).stem, "env_id": args.env_id, "sizes": sizes_of(learner.env)}
+    about["args"] = asdict(args)
     state = {"optimizer": learner.optimizer.state_dict(), "updates": learner.updates, "progress": progress}
     written = write_file({**about, **networks, **state}, run / "checkpoint.pt")
     if progress["complete"]:
@@ -725,14 +721,8 @@ if __name__ == "__main__":
     buffer = Buffer(
         rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
     )
-    progress = {
-        "steps": 0,
-        "episodes": 0,
-        "seconds": 0.0,
-        "next_eval": args.eval_interval,
-        "evals": [],
-        "complete": False,
-    }
+    progress = {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": False}
+    progress["next_eval"] = args.eval_interval
     if args.resume:
         progress = restore(run, args, learner, buffer, (rollout, eval_rollout))
     elif args.init:
