@@ -915,18 +915,18 @@ def analyse(args, learner, rollout, matches=64):
         return numbers
 
     numbers["q_sensitivity"] = sensitivity(learner, batch, subgoal)
-    # seats turn from match to match, so that both halves have all of them
-    there, half = batch["alive"] & (time_left > 0).unsqueeze(-1), torch.arange(len(seat), device=seat.device)
-    train = (half < (len(seat) + 1) // 2).view(1, -1, 1).expand_as(there)[there]
+    # a probe learns from half of the matches; seats turn from match to match, so that both halves have all of them
+    there = batch["alive"] & (time_left > 0).unsqueeze(-1)
+    first_half = (torch.arange(len(seat), device=seat.device) < (len(seat) + 1) // 2).view(1, -1, 1).expand_as(there)
     other = ((seat + 1) % env.n_agents).expand(rows, -1, -1)  # the next seat stands for the team-mates
-    policy, features = who.expand(rows, -1, -1).gather(-1, other)[there], mean[there]
-    fixed = policy >= 0  # the next seat may be the learner's too
+    policy = who.expand(rows, -1, -1).gather(-1, other)
+    fixed = there & (policy >= 0)  # the next seat may be the learner's too
     if len(policy[fixed].unique()) > 1:
-        numbers["teammate_probe"] = probe(features[fixed], policy[fixed], int(policy.max()) + 1, train[fixed])
+        numbers["teammate_probe"] = probe(mean[fixed], policy[fixed], int(policy.max()) + 1, first_half[fixed])
     if env.n_agents > 1:
-        moves = batch["all_alive"].gather(-1, other)[there]
-        action = batch["all_action"].gather(-1, other)[there][moves]
-        numbers["next_action_probe"] = probe(features[moves], action, env.n_actions, train[moves])
+        moves = there & batch["all_alive"].gather(-1, other)
+        action = batch["all_action"].gather(-1, other)
+        numbers["next_action_probe"] = probe(mean[moves], action[moves], env.n_actions, first_half[moves])
     return numbers
 
 
