@@ -39,7 +39,7 @@ WARP = 32
 
 
 # A function of the rules: called from compiled code only, so it needs no entry from Python and holds no references.
-scalar = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, forceinline=True)
+scalar = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False, forceinline=True, error_model="numpy")
 
 
 @scalar
