@@ -200,30 +200,38 @@ def lanes_for(units):
 
 
 class _CountedLoops(ast.NodeTransformer):
-    """`for i in range(...)` as a while loop: CUDA's compiler does not see through Numba's iterators."""
+    """`for i in range(...)` as a while loop with a 32-bit counter: CUDA's compiler does not see through Numba's.
+
+    `range(lane, n, lanes)`, what the lanes of a match share, takes as many rounds as the first lane has: often one,
+    and then there is no loop.
+    """
 
     def visit_For(self, node):
         self.generic_visit(node)
-        bounds = node.iter.args
-        start, stop = (bounds[0], bounds[1]) if len(bounds) > 1 else (ast.Constant(0), bounds[0])
-        step = bounds[2] if len(bounds) > 2 else ast.Constant(1)
-        # the step comes first in the body, so that `continue` works
-        first = ast.Assign([node.target], ast.BinOp(start, ast.Sub(), step))
-        count = ast.AugAssign(node.target, ast.Add(), step)
-        target = ast.Name(node.target.id, ast.Load())
-        condition = ast.Compare(ast.BinOp(target, ast.Add(), step), [ast.Lt()], [stop])
-        return [first, ast.While(condition, [count, *node.body], [])]
+        i, bounds = node.target.id, [ast.unparse(bound) for bound in node.iter.args]
+        if len(bounds) == 3:
+            start, stop, step = bounds
+            body = [f"{i} = int32({start} + {i}_round * {step})", f"if {i} < {stop}: pass"]
+            start, stop, counter = "0", f"({stop} + {step} - 1) // {step}", f"{i}_round"
+        else:
+            start, stop, counter, body = "0" if len(bounds) == 1 else bounds[0], bounds[-1], i, []
+        # the count comes first in the body, so that `continue` works
+        lines = [f"{counter} = int32({start} - 1)", f"while int32({counter} + 1) < {stop}:"]
+        lines += [f"    {line}" for line in (f"{counter} = int32({counter} + 1)", *body)]
+        first, loop = ast.parse("\n".join(lines)).body
+        (loop.body[-1] if body else loop).body += node.body
+        return [first, loop]
 
 
 def _for_cuda(function, done, **names):
     """The function as CUDA device code, and with it all that it calls; `names` replace globals."""
-    from numba import cuda
+    from numba import cuda, int32
 
     function = getattr(function, "py_func", function)
     if function not in done:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         tree.body[0].decorator_list = []
-        scope = {**function.__globals__, **names}
+        scope = {**function.__globals__, **names, "int32": int32}
         for name in function.__code__.co_names:
             if name not in names and getattr(scope.get(name), "targetoptions", {}).get("forceinline"):
                 scope[name] = cuda.jit(_for_cuda(scope[name], done, **names), device=True)
