@@ -134,8 +134,8 @@ def within(m, u, v, at, reach, g):
 
 @scalar
 def cell_of(x, y, g):
-    column, row = min(max(int(x), 0), g.rule.width - 1), min(max(int(y), 0), g.rule.height - 1)
-    return row * g.rule.width + column
+    """(column, row)"""
+    return min(max(int(x), 0), g.rule.width - 1), min(max(int(y), 0), g.rule.height - 1)
 
 
 @scalar
@@ -144,21 +144,20 @@ def inside(column, row, g):
 
 
 @scalar
-def may_stand(here, x, y, climbs, g):
-    """Whether a unit in cell `here` may set foot on (x, y), at most a neighbouring cell away."""
-    if x < ZERO or y < ZERO or not inside(int(x), int(y), g):
+def may_stand(column, row, x, y, climbs, g):
+    """Whether a unit in the cell of that column and row may set foot on (x, y), at most a neighbouring cell away."""
+    east, north = int(x), int(y)
+    if x < ZERO or y < ZERO or not inside(east, north, g):
         return False
-    there = int(y) * g.rule.width + int(x)
-    if there == here:
+    if east == column and north == row:
         return True
-    if g.ground[here] == paths.WALL:  # put there by hand: out of it again
-        return g.ground[there] != paths.WALL
-    if not paths.joined(g.ground[here], g.ground[there], climbs):
-        return False
-    corner_1 = there // g.rule.width * g.rule.width + here % g.rule.width
-    corner_2 = here // g.rule.width * g.rule.width + there % g.rule.width
-    return paths.joined(g.ground[here], g.ground[corner_1], climbs) and paths.joined(
-        g.ground[here], g.ground[corner_2], climbs
+    here, there = g.ground[row * g.rule.width + column], g.ground[north * g.rule.width + east]
+    if g.rule.open_ground or here == paths.WALL:  # put into a wall by hand: out of it again
+        return there != paths.WALL
+    return (
+        paths.joined(here, there, climbs)
+        and paths.joined(here, g.ground[north * g.rule.width + column], climbs)
+        and paths.joined(here, g.ground[row * g.rule.width + east], climbs)
     )
 
 
@@ -177,8 +176,9 @@ def heading(m, u, at, x, y, g):
     """The point to walk to next on the way to (x, y)."""
     if not g.rule.open_ground and g.stat[FLIES, u] == ZERO:
         layer = min(int(g.stat[CLIMBS, u]), g.waypoints.shape[0] - 1)
-        there = cell_of(x, y, g)
-        next_cell = g.waypoints[layer, cell_of(g.real[at, m, u], g.real[at + 1, m, u], g), there]
+        (column, row), (east, north) = cell_of(g.real[at, m, u], g.real[at + 1, m, u], g), cell_of(x, y, g)
+        there = north * g.rule.width + east
+        next_cell = g.waypoints[layer, row * g.rule.width + column, there]
         if next_cell != there:
             return F32(next_cell % g.rule.width) + HALF, F32(next_cell // g.rule.width) + HALF
     return x, y
@@ -420,10 +420,10 @@ def who_is_near(m, u, first, at, g):
     while k < min(BITS, g.rule.units - first):
         v = first + k
         dx, dy, solid = g.real[at, m, v] - x, g.real[at + 1, m, v] - y, g.real[SOLID, m, v]
-        if (dx * dx + dy * dy < (solid + reach) * (solid + reach)) & (solid > ZERO) & (u != v):
+        if (dx * dx + dy * dy < (solid + reach) * (solid + reach)) & (solid > ZERO):
             mask |= 1 << k
         k += 1
-    return mask
+    return mask & ~(1 << (u - first)) if first <= u and u < first + BITS else mask
 
 
 @scalar
@@ -498,7 +498,7 @@ def move(m, u, at, loop, g):
             left = draw(g.match[m, KEY], g.match[m, EPISODE], loop // 64, u * 8 + FOR_SIDESTEP) & 1
             g.whole[DETOUR, m, u] = DETOUR_LOOPS if left else -DETOUR_LOOPS
         crowded = near & (near - 1) != 0 or g.rule.units > BITS  # by more than one
-        here, climbs = cell_of(px, py, g), g.stat[CLIMBS, u] > ZERO
+        (column, row), climbs = cell_of(px, py, g), g.stat[CLIMBS, u] > ZERO
         for attempt in range(3):  # the step; where a wall is in the way, its part along the wall
             sx, sy, share, first = (ZERO if attempt == 2 else x), (ZERO if attempt == 1 else y), ONE, 0
             while crowded and first < g.rule.units:  # and no farther than the others allow
@@ -506,7 +506,7 @@ def move(m, u, at, loop, g):
                     mask = who_is_near(m, u, first, at, g)
                 share = share_of(m, u, at, sx, sy, mask, first, share, g)
                 first += BITS
-            if may_stand(here, px + sx * share, py + sy * share, climbs, g):
+            if may_stand(column, row, px + sx * share, py + sy * share, climbs, g):
                 px, py = px + sx * share, py + sy * share
                 break
             crowded = near != 0
