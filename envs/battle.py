@@ -34,7 +34,7 @@ from envs.batch import (
 )  # fmt: skip
 from envs.battle_data import MAPS, TERRAINS, TYPES
 from envs.battle_setup import LOOPS_PER_SECOND, SPAWN_SHIFT, build_units, resize
-from envs.vector import barrier, draw, lowest_bit, root, scalar, uniform
+from envs.vector import barrier, draw, pop_bit, root, scalar, uniform
 
 F32 = np.float32
 
@@ -447,12 +447,11 @@ def room(m, u, v, at, g):
 def worst_of(m, u, at, x, y, mask, first, worst, who, g):
     """Of those near, whom the step (x, y) would run into most, and how far, if that is more than `worst` (of `who`)."""
     while mask != 0:
-        v = first + lowest_bit(mask)
-        dx, dy, free = room(m, u, v, at, g)
+        bit, mask = pop_bit(mask)
+        dx, dy, free = room(m, u, first + bit, at, g)
         excess = x * dx + y * dy - free
         if excess > worst:
-            worst, who = excess, v
-        mask &= mask - 1
+            worst, who = excess, first + bit
     return worst, who
 
 
@@ -460,11 +459,11 @@ def worst_of(m, u, at, x, y, mask, first, worst, who, g):
 def share_of(m, u, at, x, y, mask, first, share, g):
     """How much of the step (x, y), at most `share`, keeps apart from those near."""
     while mask != 0:
-        dx, dy, free = room(m, u, first + lowest_bit(mask), at, g)
+        bit, mask = pop_bit(mask)
+        dx, dy, free = room(m, u, first + bit, at, g)
         ahead, free = x * dx + y * dy, max(free, ZERO)
         if ahead * share > free:
             share = free / ahead
-        mask &= mask - 1
     return share
 
 

@@ -28,6 +28,8 @@ import numba
 import numpy as np
 import torch
 from numba import njit, prange
+from numba.cpython.unsafe.numbers import trailing_zeros
+from numba.extending import overload
 
 SERIAL_BELOW = 8  # matches; waking the threads costs more than playing fewer than these
 BLOCK_SIZES = (256, 128, 64, 32)  # threads; the first whose matches fit into SHARED_BYTES
@@ -79,10 +81,14 @@ def uniform(key, a, b, c):
     return np.float32(draw(key, a, b, c) >> 8) * np.float32(1 / (1 << 24))
 
 
-@scalar
-def lowest_bit(mask):
-    """The place of the lowest bit that is set in a mask of at most 62."""
-    return math.frexp(np.float32(mask & -mask))[1] - 1
+def pop_bit(mask):
+    """(the place of the lowest bit that is set, the mask without it). A mask has one bit a unit, at most 62."""
+    return (mask & -mask).bit_length() - 1, mask & (mask - 1)
+
+
+@overload(pop_bit, inline="always")
+def _pop_bit(mask):
+    return lambda mask: (trailing_zeros(mask), mask & (mask - 1))
 
 
 # ---- compiled code is kept between runs, under the hash of the sources it came from ----
@@ -243,7 +249,7 @@ def _for_cuda(function, done, **names):
 
 @functools.cache
 def _compile_cuda(run_one, rule, lanes, threads, in_step=False, staged=None, shapes=None):
-    from numba import cuda, float32, int32, int64
+    from numba import cuda, float32, int32, int64, uint32
 
     names = {"cuda": cuda, "float32": float32, "int32": int32, "int64": int64, "IDLE": IDLE, "RULE": rule}
     names |= {"LANES": lanes, "PER_WARP": WARP // lanes, "ROWS": threads // WARP * (WARP // lanes), "THREADS": threads}
@@ -257,12 +263,20 @@ def _compile_cuda(run_one, rule, lanes, threads, in_step=False, staged=None, sha
     def block_barrier():  # a warp's would do, but warps in step share what they fetch of the program: a fifth faster
         cuda.syncthreads()
 
+    def pop_bit(mask):
+        return cuda.ffs(mask) - 1, mask & (mask - 1)
+
+    def pop_bit_of_32(mask):
+        mask = uint32(mask)
+        return cuda.ffs(mask) - 1, uint32(mask & (mask - 1))
+
     done = {}
     names["place_of"] = cuda.jit(_for_cuda(_place_of, done, **names), device=True)
     program = _for_cuda(
         staged.run_one if staged else run_one,
         done,
         barrier=cuda.jit(block_barrier if in_step else warp_barrier, device=True),
+        pop_bit=cuda.jit(pop_bit_of_32 if shapes and shapes[0][2] <= 32 else pop_bit, device=True),
     )
     names["run_one"] = cuda.jit(program, device=True)
     kernel = _for_cuda(_in_shared_memory if staged else _in_place, done, **names)
