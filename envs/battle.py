@@ -238,13 +238,11 @@ def friends_of(u, g):
 def nearest_foe(m, u, at, reach, g):
     """The nearest living foe that u can hit, no farther than `reach` from edge to edge; -1 if there is none."""
     best, who = FAR, -1
-    v, last = foes_of(u, g)
-    while v < last:
-        if g.real[HEALTH, m, v] > ZERO and can_hit(u, v, g):
-            squared = squared_distance(m, u, v, at, g)
-            if squared < best and within(m, u, v, at, reach, g):
-                best, who = squared, v
-        v += 1
+    first, last = foes_of(u, g)
+    for v in range(first, last):
+        squared = squared_distance(m, u, v, at, g)
+        if (g.real[HEALTH, m, v] > ZERO) & (squared < best) and can_hit(u, v, g) and within(m, u, v, at, reach, g):
+            best, who = squared, v
     return who
 
 
@@ -385,13 +383,12 @@ def suffer(m, u, at, loop, g):
     health, shield = g.real[HEALTH, m, u], g.real[SHIELD, m, u]
     if health <= ZERO:
         return
-    v, last = foes_of(u, g)
-    while v < last:
+    first, last = foes_of(u, g)
+    for v in range(first, last):
         shot = g.whole[SHOT, m, v]
         if shot == 1 + u or (g.rule.splash and shot < 0 and splashed(m, v, u, at, g)):
             health, shield = hit(u, v, health, shield, g)
             g.real[HURT_AT, m, u], g.whole[SHOOTER, m, u] = F32(loop), v
-        v += 1
     if g.rule.splash and g.stat[SPLASH, u] == BLAST:
         if g.whole[SHOT, m, u] == EXPLODED:
             health = ZERO
@@ -738,7 +735,7 @@ def run_one(op, m, row, lane, lanes, g, game):
                 take_order(row, a, action, g)
         barrier()
         for k in range(LOOPS):
-            loop, at = g.match[row, STEP] * LOOPS + k, NEXT_X * (k % 2)
+            loop, at = np.uint32(g.match[row, STEP] * LOOPS + k), NEXT_X * (k & 1)
             if playing:
                 for u in range(lane, units, lanes):
                     decide(row, u, at, loop, g)
