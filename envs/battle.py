@@ -152,7 +152,7 @@ def may_stand(column, row, x, y, climbs, g):
     if east == column and north == row:
         return True
     here, there = g.ground[row * g.rule.width + column], g.ground[north * g.rule.width + east]
-    if g.rule.open_ground or here == paths.WALL:  # put into a wall by hand: out of it again
+    if g.rule.open_ground or here == paths.WALL:  # nothing else parts cells, or put there by hand: out of it again
         return there != paths.WALL
     return (
         paths.joined(here, there, climbs)

@@ -214,7 +214,7 @@ class _CountedLoops(ast.NodeTransformer):
 
     def visit_For(self, node):
         self.generic_visit(node)
-        i, bounds = node.target.id, [ast.unparse(bound) for bound in node.iter.args]
+        i, bounds = node.target.id, [f"({ast.unparse(bound)})" for bound in node.iter.args]
         if len(bounds) == 3:
             start, stop, step = bounds
             body = [f"{i} = int32({start} + {i}_round * {step})", f"if {i} < {stop}: pass"]
@@ -222,7 +222,7 @@ class _CountedLoops(ast.NodeTransformer):
         else:
             start, stop, counter, body = "0" if len(bounds) == 1 else bounds[0], bounds[-1], i, []
         # the count comes first in the body, so that `continue` works
-        lines = [f"{counter} = int32({start} - 1)", f"while int32({counter} + 1) < {stop}:"]
+        lines = [f"{counter} = int32({start} - 1)", f"while {counter} < {stop} - 1:"]
         lines += [f"    {line}" for line in (f"{counter} = int32({counter} + 1)", *body)]
         first, loop = ast.parse("\n".join(lines)).body
         (loop.body[-1] if body else loop).body += node.body
@@ -266,7 +266,7 @@ def _compile_cuda(run_one, rule, lanes, threads, in_step=False, staged=None, sha
     def pop_bit(mask):
         return cuda.ffs(mask) - 1, mask & (mask - 1)
 
-    def pop_bit_of_32(mask):
+    def pop_bit_of_32(mask):  # 64 bits take twice the instructions
         mask = uint32(mask)
         return cuda.ffs(mask) - 1, uint32(mask & (mask - 1))
 
