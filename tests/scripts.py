@@ -5,6 +5,11 @@ import sys
 from pathlib import Path
 
 import torch
+from tensorboard.summary.writer import event_file_writer
+
+# TensorBoard reads the logs of a second in the order of their names, which end in a number that counts the writers of a
+# process: 10 would come before 9. Runs of their own have a process each; those of the tests share one.
+event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 ROOT = Path(__file__).parent.parent
 
