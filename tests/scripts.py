@@ -76,3 +76,12 @@ def two_step_game(num_envs):
 
 def matrix_game(num_envs):
     return TinyGame([[[0, 3], [2, 6]]], [[[-1, -1], [-1, -1]]], num_envs)
+
+
+def scramble(learner, scale):
+    """Gives every network weights of its own, whose answers are far from equal."""
+    with torch.no_grad():
+        for network in (*learner.online.values(), *learner.target.values(), *learner.model.values()):
+            for weights in network.parameters():
+                weights.copy_(torch.randn_like(weights) * scale)
+    return learner

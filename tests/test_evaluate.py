@@ -21,12 +21,7 @@ EVALUATE = load("evaluate")
 TINY = {"num_envs": 4, "batch_size": 4, "buffer_size": 8, "updates_per_round": 1, "eval_episodes": 4, "hidden_dim": 16}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the networks are tiny
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def write_run(folder, module, env, seed, **options):

@@ -15,6 +15,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from scripts import scramble
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributions import Normal, kl_divergence
 
@@ -63,12 +64,7 @@ def make_learner(omg, env, seed=0, **changes):
     usual = {"hidden_dim": 6, "latent_dim": 4, "horizon": 3, "td_lambda": 0.6, "gamma": 0.9, "kl_weight": 0.01}
     args = omg.Args(**{**usual, **changes})
     omg.check(args)
-    learner = omg.Learner(args, env)
-    with torch.no_grad():  # networks that differ, and whose answers are far from equal
-        for network in (*learner.online.values(), *learner.target.values(), *learner.model.values()):
-            for weights in network.parameters():
-                weights.copy_(torch.randn_like(weights) * 0.5)
-    return learner
+    return scramble(omg.Learner(args, env), 0.5)
 
 
 def episodes(env, lengths, seats, deaths=(), latent=4, seed=1):
@@ -1043,9 +1039,8 @@ def test_a_file_of_the_pretraining_script_is_used(tmp_path, options):
     fields = asdict(runpy.run_path(str(ROOT / "pretrain_cvae.py"))["Args"]())
     assert all(f"`--{field.replace('_', '-')}`" in page for field in fields if "wandb" not in field)
     options = [option for option in options if option != "--no-warm-up"]
-    later = torch.load(
-        run(tmp_path / "second", *hunt, *options, "--vae", str(folder / "vae.pt")) / "checkpoint.pt", weights_only=True
-    )
+    second = run(tmp_path / "second", *hunt, *options, "--vae", str(folder / "vae.pt"))
+    later = torch.load(second / "checkpoint.pt", weights_only=True)
     for key, weights in saved["model"]["vae"].items():
         assert torch.equal(weights, later["model"]["vae"][key])
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import test_omg as omg
 import torch
-from scripts import ROOT, load
+from scripts import ROOT, load, scramble
 from test_omg import one_thread as one_thread
 from test_runs import blocks, scalars
 
@@ -32,12 +32,7 @@ def make_learner(name, env, seed=0, **changes):
     latent = {} if name == "naive_om_iql" else {"latent_dim": 4}
     args = module.Args(**{"hidden_dim": 6, "td_lambda": 0.6, "gamma": 0.9, **latent, **changes})
     module.check(args)
-    learner = module.Learner(args, env)
-    with torch.no_grad():  # networks that differ, and whose answers are far from equal
-        for network in (*learner.online.values(), *learner.target.values(), *learner.model.values()):
-            for weights in network.parameters():
-                weights.copy_(torch.randn_like(weights) * 0.4)
-    return learner
+    return scramble(module.Learner(args, env), 0.4)
 
 
 # ---- the plain version: one match, one seat and one step at a time ----

@@ -69,12 +69,7 @@ def stopped(name, folder, **options):
     return Path(str(stop.value).split("--resume ")[1])
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the networks are tiny
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
