@@ -1184,7 +1184,12 @@ if __name__ == "__main__":
     if not (args.resume or args.init or args.vae):
         print(f"Pre-training on {args.pretrain_timesteps:,} steps of the others' play (--vae FILE skips this) ...")
         understudies = make_team(args, env, args.seed + 3, understudy=True)
-        errors = pretrain(args, learner, Rollout(env, agents, inference, kept, understudies), writer)
+        try:
+            errors = pretrain(args, learner, Rollout(env, agents, inference, kept, understudies), writer)
+        except KeyboardInterrupt:
+            raise SystemExit(
+                "stopped in pre-training, of which nothing is kept: pretrain_cvae.py makes a file"
+            ) from None
         print("... held-out error {recon:.4f}, divergence {kl:.2f}, {states:,} states".format(**errors))
     stopping = []
     for number in (signal.SIGINT, signal.SIGTERM):

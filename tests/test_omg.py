@@ -1051,6 +1051,15 @@ def test_pretraining_needs_others_to_watch(tmp_path, team):
         run(tmp_path, "--env-id", "stag_hunt_4x4", "--team", team, script="pretrain_cvae")
 
 
+def test_ctrl_c_in_pre_training_leaves_without_a_traceback(tmp_path, monkeypatch):
+    def interrupted(self, actions):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(envs.make("stag_hunt_4x4")), "step", interrupted)
+    with pytest.raises(SystemExit, match="stopped in pre-training, of which nothing is kept"):
+        run(tmp_path, "--env-id", "stag_hunt_4x4")
+
+
 def test_a_run_starts_from_a_pretrained_file(whole, tmp_path):
     saved = torch.load(whole / "checkpoint.pt", weights_only=True)
     file, fits = (
