@@ -36,7 +36,7 @@ BLOCK_SIZES = (256, 128, 64, 32)  # threads; the first whose matches fit into SH
 PLAIN_BLOCK = 128  # threads; for programs that work on the batch as it lies
 SHARED_BYTES = 48 * 1024
 IN_STEP_FROM = 16384  # matches; from here on the warps of a block keep in step, and blocks are as large as can be
-MAX_REGISTERS = 80  # more warps at a time are worth a few spills
+REGISTERS, REGISTERS_IN_STEP = 80, 64  # at most: more warps at a time are worth a few spills
 WARP = 32
 
 
@@ -283,9 +283,10 @@ def _compile_cuda(run_one, rule, lanes, threads, in_step=False, staged=None, sha
     sizes = (rule, shapes, lanes, in_step, staged and staged[2:])
     digest = hashlib.sha256(repr((run_one.__module__, sizes)).encode()).hexdigest()[:16]
     kernel.__name__ = kernel.__qualname__ = f"{run_one.__name__}_{digest}"  # what the cache knows it by
+    registers = REGISTERS_IN_STEP if in_step and lanes < WARP else REGISTERS
     with our_cache():
         # called, not used as a decorator, which would forget lto
-        return cuda.jit(kernel, cache=True, lto=False, max_registers=MAX_REGISTERS)
+        return cuda.jit(kernel, cache=True, lto=False, max_registers=registers)
 
 
 # ---- two things about Numba's compilers that have no switch; both are in force while our code is compiled ----
