@@ -96,9 +96,9 @@ class Args:
     buffer_device: str = "same"
     """where the replay buffer is kept: same (as the networks) or cpu"""
     batch_size: int | None = None
-    """episodes in an update (default: 64 on the GPU, 256 where one seat learns among others; 32 on the CPU)"""
+    """episodes in an update (default: 64 on the GPU, 32 on the CPU)"""
     updates_per_round: int | None = None
-    """updates after each round of num_envs episodes (default: 16 on the GPU, 8 on the CPU)"""
+    """updates after each round (default: 16 on the GPU, 32 where one seat learns among others; 8 on the CPU)"""
     start_e: float = 1.0
     """exploration at the start: the chance of a random action"""
     end_e: float = 0.05
@@ -154,8 +154,8 @@ def check(args):
     elif args.cuda and importlib.util.find_spec("numba_cuda") is None and not args.env_id.startswith("sc2/"):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
-    usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "updates_per_round": (16, 8)}
-    usual["batch_size"] = (64 if args.team == "self" else 256, 32)  # one seat has fewer rows
+    usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "batch_size": (64, 32)}
+    usual["updates_per_round"] = (16 if args.team == "self" else 32, 8)  # one seat has fewer rows to learn from
     usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64)
     for name, (on_gpu, on_cpu) in usual.items():
         if getattr(args, name) is None:
@@ -182,6 +182,33 @@ def make_team(args, env, seed):
 
 
 # ALGO LOGIC: networks
+class Unroll(torch.autograd.Function):
+    """All states of a GRU, from what its inputs bring to the gates: cuDNN's, with a quicker gradient of the weights.
+
+    cuDNN's own takes most of a backward pass. What it gives for the gates is enough to have that of the weights from.
+    """
+
+    @staticmethod
+    def forward(ctx, gates, h, weight, bias):  # (time, rows, 3 * hidden), (rows, hidden)
+        with torch.enable_grad():
+            gates, h = gates.detach().requires_grad_(), h.detach().requires_grad_()
+            parts = torch.eye(len(bias), device=h.device), weight.detach(), torch.zeros_like(bias), bias.detach()
+            flat = torch.cat([part.flatten() for part in parts])  # cuDNN wants them in one piece
+            weights = [w.view_as(part) for w, part in zip(flat.split([part.numel() for part in parts]), parts)]
+            y, _ = torch.gru(gates, h.unsqueeze(0), weights, True, 1, 0.0, True, False, False)
+        ctx.kept = gates, h, y, weight, bias
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gates, h, y, weight, bias = ctx.kept
+        d_gates, d_h = torch.autograd.grad(y, (gates, h), gradient)
+        hidden, before = h.shape[-1], torch.cat((h.unsqueeze(0), y[:-1]))
+        reset = torch.sigmoid(gates[..., :hidden] + F.linear(before, weight[:hidden], bias[:hidden]))
+        d_hidden = torch.cat((d_gates[..., : 2 * hidden], d_gates[..., 2 * hidden :] * reset), -1).flatten(0, 1)
+        return d_gates, d_h, d_hidden.T @ before.flatten(0, 1), d_hidden.sum(0)
+
+
 class SharedGRU(nn.GRU):
     """A GRU for all seats."""
 
@@ -189,6 +216,8 @@ class SharedGRU(nn.GRU):
         rows, state = x.flatten(1, 2), h.flatten(0, 1)
         if len(x) == 1:
             y = torch.gru_cell(rows[0], state, *self._flat_weights)  # at a single step cuDNN is slow
+        elif x.is_cuda and torch.is_grad_enabled():
+            y = Unroll.apply(F.linear(rows, self.weight_ih_l0, self.bias_ih_l0), state, *self._flat_weights[1::2])
         else:
             y, _ = super().forward(rows, state.unsqueeze(0))
         return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
@@ -282,8 +311,8 @@ def lambda_returns(reward, bootstrap, ended, last, gamma, td_lambda):
     weight = gamma * td_lambda * goes_far.to(reward.dtype)
     span = 1
     while span < len(target):  # target[t] = target[t] + weight[t] * target[t + 1], for all t in a few doublings
-        target = torch.cat((target[:-span] + weight[:-span] * target[span:], target[-span:]))
-        weight = torch.cat((weight[:-span] * weight[span:], torch.zeros_like(weight[-span:])))
+        target[:-span] += weight[: len(target) - span] * target[span:]
+        weight = weight[:-span] * weight[span:]
         span *= 2
     return target
 
@@ -452,8 +481,7 @@ class Learner:
         groups = [{"params": self.parameters}, {"params": self.model_parameters, "lr": args.model_learning_rate}]
         # fused, so that an update that is not finite can be skipped without asking the device
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
-        names = ("td_loss", "q_values", "grad_norm", "model_loss", "bad", "bad_loss")
-        self.sums = {name: torch.zeros((), device=env.device) for name in names}
+        self.sums, self.wrong = (torch.zeros(5, device=env.device) for _ in range(2))
 
     def learn(self, buffer, updates):
         """Updates, each from a batch of episodes."""
@@ -533,25 +561,26 @@ class Learner:
         (loss + model_loss).backward()
         norm = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
         model_norm = nn.utils.clip_grad_norm_(self.model_parameters, self.args.max_grad_norm)
-        bad = (~(torch.isfinite(loss + model_loss) & torch.isfinite(norm + model_norm))).float()
-        self.optimizer.found_inf = bad
-        self.optimizer.step()
         with torch.no_grad():
+            numbers = torch.stack((loss, model_loss, value, norm, model_norm))
+            wrong = ~torch.isfinite(numbers)
+            self.optimizer.found_inf = wrong.any().float()
+            self.optimizer.step()
             torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
-            numbers = {"td_loss": loss, "q_values": value, "grad_norm": norm, "model_loss": model_loss}
-            for name, number in numbers.items():
-                self.sums[name] += torch.where(bad > 0, 0.0, number)
-            self.sums["bad"] += bad
-            self.sums["bad_loss"] += ~torch.isfinite(loss + model_loss)
+            self.sums += torch.where(wrong.any(), 0.0, numbers)
+            self.wrong += wrong
+
+    def check_finite(self):
+        """Stops the run if an update was not finite."""
+        if any(wrong := self.wrong.tolist()):
+            raise FloatingPointError(f"{'the loss' if wrong[0] + wrong[1] else 'a gradient'} was not finite")
 
     def report(self):
-        """The sums since the last report; stops the run if an update was not finite."""
-        sums = dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist()))
-        if sums["bad"]:
-            raise FloatingPointError(f"{'the loss' if sums['bad_loss'] else 'a gradient'} was not finite")
-        for total in self.sums.values():
-            total.zero_()
-        return {name: sums[name] for name in ("td_loss", "q_values", "grad_norm", "model_loss")}
+        """The sums since the last report."""
+        self.check_finite()
+        sums = dict(zip(("td_loss", "model_loss", "q_values", "grad_norm"), self.sums.tolist()))
+        self.sums.zero_()
+        return sums
 
 
 def make_agents(args, env):
@@ -703,7 +732,7 @@ def start_from(args, learner):
 
 def save(run, args, learner, buffer, rollouts, progress):
     """checkpoint.pt: what it takes to act and to go on; resume.pt: what else it takes to go on exactly."""
-    learner.report()  # nothing that is not finite is saved
+    learner.check_finite()  # nothing that is not finite is saved
     networks = {
         which: {name: network.state_dict() for name, network in getattr(learner, which).items()}
         for which in ("online", "target", "model")

@@ -445,9 +445,9 @@ OF_ALL = {"Args.team", "Inference.__init__", "Inference.forward", "Learner.model
 OF_ALL |= {"Rollout.act", "analyse", "check", "make_agents", "make_model", "make_team", "policy_of"}
 MEANT_TO_DIFFER = {
     ("iql", "naive_om_iql"): {
-        "Agents.__init__", "Agents.forward", "Args.team", "Learner.__init__", "Learner.loss", "Learner.report",
-        "Learner.update", "Rollout.__init__", "Rollout.mine", "Rollout.play", "Rollout.steps", "SharedGRU.forward",
-        "check", "film", "load_policy", "make_agents", "make_team", "policy_of", "restore", "save",
+        "Agents.__init__", "Agents.forward", "Args.team", "Learner.__init__", "Learner.check_finite", "Learner.loss",
+        "Learner.report", "Learner.update", "Rollout.__init__", "Rollout.mine", "Rollout.play", "Rollout.steps",
+        "SharedGRU.forward", "check", "film", "load_policy", "make_agents", "make_team", "policy_of", "restore", "save",
     },
     ("naive_om_iql", "liam_iql"): OF_ALL | {"Rollout.play"},
     ("naive_om_iql", "omg_iql"): OF_ALL | {

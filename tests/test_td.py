@@ -311,6 +311,19 @@ def test_the_networks_of_seats_are_those_of_torch():
     torch.testing.assert_close(own(obs, action, own.start(2)), shared(obs, action, shared.start(2)))
 
 
+def test_the_unroll_for_the_gpu_has_the_gradients_of_a_gru():
+    """Of its inputs, of the state it starts from and of all weights; it is used on CUDA, but computes anywhere."""
+    torch.manual_seed(1)
+    gru, x, h = nn.GRU(5, 7), torch.randn(11, 3, 5, requires_grad=True), torch.randn(3, 7, requires_grad=True)
+    wanted, weight = gru(x, h.unsqueeze(0))[0], torch.randn(11, 3, 7)
+    gates = nn.functional.linear(x, gru.weight_ih_l0, gru.bias_ih_l0)
+    found = SCRIPTS["iql"].Unroll.apply(gates, h, gru.weight_hh_l0, gru.bias_hh_l0)
+    torch.testing.assert_close(found, wanted)
+    leaves = (x, h, *gru.parameters())
+    for ours, theirs in zip(*(torch.autograd.grad((y * weight).sum(), leaves) for y in (found, wanted))):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("what", ["obs", "action", "reward", "terminal"])
 def test_independent_learners_learn_from_their_own_data_only(what):
     """Whatever happens to seat 1, the gradients of the others' networks stay as they are."""
