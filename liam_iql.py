@@ -131,6 +131,7 @@ import envs  # noqa: E402
 from envs.team import Team, refuse_another_map, sizes_of  # noqa: E402
 
 CHUNK = 8  # steps between two looks at whether all matches are over; lengths of updates are multiples of it
+LENGTHS = 8  # different lengths of updates on the GPU at most: each is a graph with memory of its own
 OF_THE_STEP = ("action", "all_action", "reward", "terminated")  # what a story has of the step itself
 SEEN = ("obs", "avail", "alive", "action", "all_action", "all_alive", "all_obs")  # what `analyse` looks at
 
@@ -485,13 +486,15 @@ class Learner:
         """Updates, each from a batch of episodes."""
         chosen = buffer.sample(updates, self.args.batch_size)
         longest = chosen[:, 1].amax(1).tolist()
+        rows = -(-self.env.episode_limit // CHUNK) * CHUNK
+        unit = CHUNK * -(-rows // (CHUNK * LENGTHS)) if self.args.cuda else CHUNK
         if not self.batch:
             for name, data in buffer.data.items():
                 shape = (len(data), chosen.shape[-1], *data.shape[2:])
                 self.batch[name] = data.new_empty(shape, device=self.env.device)
             self.batch["lengths"] = torch.zeros_like(chosen[0, 1], device=self.env.device)
         for (episodes, lengths), steps in zip(chosen.to(buffer.device), longest):  # moved at once: each move waits
-            steps = -(-steps // CHUNK) * CHUNK
+            steps = min(-(-steps // unit) * unit, rows)
             for name, data in buffer.data.items():
                 self.batch[name][: steps + 1] = data[: steps + 1].index_select(1, episodes)
             self.batch["lengths"].copy_(lengths)
