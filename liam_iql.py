@@ -257,27 +257,28 @@ class Agents(nn.Module):
 
 
 # ALGO LOGIC: the opponent model's network
+def seats_from(env):
+    """(agents, agents): for every seat its own, then the others' in the order in which its observation has them."""
+    seat, own = torch.arange(env.n_agents), torch.arange(env.n_agents).unsqueeze(1)
+    if env.ego_first:
+        return (own + seat) % env.n_agents
+    return torch.cat((own, seat[:-1] + (seat[:-1] >= own)), 1)
+
+
 class Inference(nn.Module):
     """What the own past tells of the others: a GRU, an embedding, and a decoder to train it by."""
 
     def __init__(self, env, latent, memory=96):
         super().__init__()
-        self.memory, self.ego_first = memory, env.ego_first
+        self.memory = memory
         self.past, self.code = SharedGRU(env.obs_dim + env.n_actions, memory), nn.Linear(memory, latent)
         self.decoder, others = nn.Linear(latent, 128), env.n_agents - 1
         self.obs_out, self.action_out = nn.Linear(128, others * env.obs_dim), nn.Linear(128, others * env.n_actions)
-        self.register_buffer("seat", torch.arange(env.n_agents), persistent=False)
+        self.register_buffer("order", seats_from(env), persistent=False)
         self.register_buffer("action", torch.arange(env.n_actions), persistent=False)
 
     def start(self, matches, seats):
-        return torch.zeros(matches, seats, self.memory, device=self.seat.device)
-
-    def order(self, seat):
-        """The own seat, then the others' as the observation has them: (matches, own seats) -> (..., agents)"""
-        first = seat.unsqueeze(-1)
-        if self.ego_first:
-            return (first + self.seat) % len(self.seat)
-        return torch.cat((first, self.seat[:-1] + (self.seat[:-1] >= first).long()), -1)
+        return torch.zeros(matches, seats, self.memory, device=self.order.device)
 
     def forward(self, obs, last_action, h):
         """(time, matches, own seats, ...) but h (matches, own seats, memory) -> embedding, h of all times"""
@@ -515,7 +516,7 @@ class Learner:
     # ALGO LOGIC: the opponent model
     def others(self, batch, time_left):
         """(their seats, their actions, where they are alive and the learner is there to see), in the model's order"""
-        seat = self.model["inference"].order(batch["seat"][0])[..., 1:].expand(len(time_left) - 1, -1, -1, -1)
+        seat = self.model["inference"].order[batch["seat"][0]][..., 1:].expand(len(time_left) - 1, -1, -1, -1)
         action, alive = (batch[name][:-1].unsqueeze(2) for name in ("all_action", "all_alive"))
         action, alive = (x.expand(-1, -1, seat.shape[2], -1).gather(-1, seat) for x in (action, alive))
         there = batch["alive"][:-1] & (time_left[:-1] > 0).unsqueeze(-1)

@@ -255,34 +255,35 @@ class Agents(nn.Module):
 
 
 # ALGO LOGIC: the opponent model's network
+def seats_from(env):
+    """(agents, agents): for every seat its own, then the others' in the order in which its observation has them."""
+    seat, own = torch.arange(env.n_agents), torch.arange(env.n_agents).unsqueeze(1)
+    if env.ego_first:
+        return (own + seat) % env.n_agents
+    return torch.cat((own, seat[:-1] + (seat[:-1] >= own)), 1)
+
+
 class Inference(nn.Module):
     """What the others will do next: a GRU over what was seen and done, and a head."""
 
     def __init__(self, env, memory=96):
         super().__init__()
-        self.memory, self.ego_first = memory, env.ego_first
+        self.memory = memory
         self.past = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, memory)
         self.now = nn.Linear(env.obs_dim, 32)
         self.encoder, self.head = nn.Linear(32 + memory, 64), nn.Linear(64, (env.n_agents - 1) * env.n_actions)
-        self.register_buffer("seat", torch.arange(env.n_agents), persistent=False)
+        self.register_buffer("order", seats_from(env), persistent=False)
         self.register_buffer("action", torch.arange(env.n_actions), persistent=False)
 
     def start(self, matches, seats):
-        return torch.zeros(matches, seats, self.memory, device=self.seat.device)
-
-    def order(self, seat):
-        """The own seat, then the others' as the observation has them: (matches, own seats) -> (..., agents)"""
-        first = seat.unsqueeze(-1)
-        if self.ego_first:
-            return (first + self.seat) % len(self.seat)
-        return torch.cat((first, self.seat[:-1] + (self.seat[:-1] >= first).long()), -1)
+        return torch.zeros(matches, seats, self.memory, device=self.order.device)
 
     def forward(self, obs, last_obs, last_action, seat, h):
         """(time, matches, own seats, ...), last_action (time, matches, agents) -> probabilities, h, logarithms
 
         The past is what was seen and what everybody did one step earlier: zeros and -1 at the start.
         """
-        order = self.order(seat).expand(*obs.shape[:-1], -1)  # (time, matches, own seats, agents)
+        order = self.order[seat].expand(*obs.shape[:-1], -1)  # (time, matches, own seats, agents)
         done = last_action.unsqueeze(-2).expand_as(order).gather(-1, order)
         done = (done.unsqueeze(-1) == self.action).to(obs.dtype).flatten(-2)
         h = self.past(torch.cat((last_obs, done), -1), h)
@@ -524,7 +525,7 @@ class Learner:
 
     def others(self, batch, time_left):
         """(their seats, their actions, where they are alive and the learner is there to see), in the model's order"""
-        seat = self.model["inference"].order(batch["seat"][0])[..., 1:].expand(len(time_left) - 1, -1, -1, -1)
+        seat = self.model["inference"].order[batch["seat"][0]][..., 1:].expand(len(time_left) - 1, -1, -1, -1)
         action, alive = (batch[name][:-1].unsqueeze(2) for name in ("all_action", "all_alive"))
         action, alive = (x.expand(-1, -1, seat.shape[2], -1).gather(-1, seat) for x in (action, alive))
         there = batch["alive"][:-1] & (time_left[:-1] > 0).unsqueeze(-1)

@@ -326,7 +326,7 @@ class Gaussian(nn.Module):
 
 
 def sample(mean, log_variance):
-    return mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+    return torch.addcmul(mean, torch.randn_like(mean), torch.exp(0.5 * log_variance))
 
 
 def divergence(mean, log_variance, other_mean, other_log_variance):
@@ -354,37 +354,38 @@ class StateVAE(nn.Module):
         return self.out(self.decoder(code))
 
 
+def seats_from(env):
+    """(agents, agents): for every seat its own, then the others' in the order in which its observation has them."""
+    seat, own = torch.arange(env.n_agents), torch.arange(env.n_agents).unsqueeze(1)
+    if env.ego_first:
+        return (own + seat) % env.n_agents
+    return torch.cat((own, seat[:-1] + (seat[:-1] >= own)), 1)
+
+
 class Inference(nn.Module):
     """The subgoal the past speaks for: a GRU over what was seen and done, an encoder, and a decoder to train it by."""
 
     def __init__(self, env, args, memory=96):
         super().__init__()
-        self.memory, self.latent, self.ego_first = memory, args.latent_dim, env.ego_first
+        self.memory, self.latent = memory, args.latent_dim
         self.certain, self.of_features = args.inference == "mlp", args.reconstruct == "features"
         self.past = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, memory)
         self.now = nn.Linear(env.obs_dim, 32)
         self.encoder, self.code = nn.Linear(32 + memory, 64), Gaussian(64, self.latent)
         self.decoder = nn.Linear(self.latent + memory, 128)
         self.out = nn.Linear(128, 32 if self.of_features else env.obs_dim)
-        self.register_buffer("seat", torch.arange(env.n_agents), persistent=False)
+        self.register_buffer("order", seats_from(env), persistent=False)
         self.register_buffer("action", torch.arange(env.n_actions), persistent=False)
 
     def start(self, matches, seats):
-        return torch.zeros(matches, seats, self.memory, device=self.seat.device)
-
-    def order(self, seat):
-        """The own seat, then the others' as the observation has them: (matches, own seats) -> (..., agents)"""
-        first = seat.unsqueeze(-1)
-        if self.ego_first:
-            return (first + self.seat) % len(self.seat)
-        return torch.cat((first, self.seat[:-1] + (self.seat[:-1] >= first).long()), -1)
+        return torch.zeros(matches, seats, self.memory, device=self.order.device)
 
     def forward(self, obs, last_obs, last_action, seat, h):
         """(time, matches, own seats, ...), last_action (time, matches, agents) -> subgoal, h, (mean, log variance)
 
         The past is what was seen and what everybody did one step earlier: zeros and -1 at the start.
         """
-        order = self.order(seat).expand(*obs.shape[:-1], -1)  # (time, matches, own seats, agents)
+        order = self.order[seat].expand(*obs.shape[:-1], -1)  # (time, matches, own seats, agents)
         done = last_action.unsqueeze(-2).expand_as(order).gather(-1, order)
         done = (done.unsqueeze(-1) == self.action).to(obs.dtype).flatten(-2)
         h = self.past(torch.cat((last_obs, done), -1), h)
@@ -602,7 +603,7 @@ class Learner:
         # fused, so that an update that is not finite can be skipped without asking the device
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
         self.sums, self.wrong = (torch.zeros(5, device=env.device) for _ in range(2))
-        sizes = {"recon": (), "kl_per_dim": args.latent_dim, "selected_k": args.horizon}
+        sizes = {"recon": 1, "kl_per_dim": args.latent_dim, "selected_k": args.horizon}
         self.model_sums = {name: torch.zeros(size, device=env.device) for name, size in sizes.items()}
         self.mix_chance = torch.zeros((), device=env.device)
         self.mixing = args.mix == "q-input" and args.q_subgoal != "inferred"
@@ -666,8 +667,9 @@ class Learner:
             candidates = torch.minimum(time.unsqueeze(1) + ahead, final)  # (steps, horizon, matches, own seats)
             h = torch.cat((torch.zeros_like(h[:1]), h[:-1]))
             q = self.online["agents"].compare(obs, last_action, h, seat, codes, candidates)
-            allowed = avail.unsqueeze(1)
-            value = torch.where(allowed, q, 0.0).sum(-1) / allowed.sum(-1).clamp(min=1)
+            value = torch.where(avail.unsqueeze(1), q, 0.0).sum(
+                -1
+            )  # ranks as the mean does: all candidates have as many actions
             k = value.argmax(1) if self.args.subgoal_mode == "optimistic" else value.argmin(1)
         else:
             k = torch.full_like(last_action, 0 if self.args.selector == "next" else int(self.args.selector) - 1)
@@ -687,24 +689,27 @@ class Learner:
             drawn, seat, avail = sample(*codes), batch["seat"][0], batch["avail"][:-1]
             index, k = self.select(obs[:-1], before[:-1], h[:-1], seat, avail, drawn, final)
             where = index.unsqueeze(-1).expand(-1, -1, -1, args.latent_dim)
-            selected, *goal = (values.gather(0, where) for values in (drawn, *codes))
-            chance = {"mixed": self.mix_chance, "inferred": 0.0, "selected": 1.0}[args.q_subgoal]
-            hindsight = ((torch.rand(index.shape, device=obs.device) < chance) & real).unsqueeze(-1)
-            if args.mix == "q-input":
-                subgoal = torch.where(hindsight, selected, inferred[:-1])
-            else:  # as in the released code: else the divergence is from what was inferred while acting
-                played = [torch.where(there.unsqueeze(-1), batch[name][:-1], 0.0) for name in ("mean", "log_variance")]
-                goal, subgoal = [torch.where(hindsight, *pair) for pair in zip(goal, played)], inferred[:-1]
+            goal, subgoal = [values.gather(0, where) for values in codes], inferred[:-1]
+            if self.mixing or args.mix == "kl-target":
+                chance = {"mixed": self.mix_chance, "inferred": 0.0, "selected": 1.0}[args.q_subgoal]
+                hindsight = ((torch.rand(index.shape, device=obs.device) < chance) & real).unsqueeze(-1)
+                if args.mix == "q-input":
+                    subgoal = torch.where(hindsight, drawn.gather(0, where), subgoal)
+                else:  # as in the released code: else the divergence is from what was inferred while acting
+                    played = (
+                        torch.where(there.unsqueeze(-1), batch[name][:-1], 0.0) for name in ("mean", "log_variance")
+                    )
+                    goal = [torch.where(hindsight, *pair) for pair in zip(goal, played)]
             subgoal = torch.cat((subgoal, inferred[-1:]))
         said = inferred[:-1], memory[:-1], [values[:-1] for values in code]
         recon, kl_per_dim = self.model["inference"].errors(obs[:-1], *said, goal)
-        with torch.no_grad():
-            chosen = F.one_hot(k.clamp(max=args.horizon - 1), args.horizon)
-            for name, values in (("kl_per_dim", kl_per_dim), ("selected_k", chosen)):
-                counted = torch.where(there.unsqueeze(-1), values, 0.0)
-                self.model_sums[name] += counted.sum((0, 1, 2)) / there.sum().clamp(min=1)
-            self.model_sums["recon"] += masked_mean(there, recon)
-        return subgoal, masked_mean(there, recon + args.kl_weight * kl_per_dim.sum(-1))
+        count, ahead = there.sum().clamp(min=1), torch.arange(args.horizon, device=obs.device)
+        parts = {"recon": recon.unsqueeze(-1), "kl_per_dim": kl_per_dim}
+        parts["selected_k"] = k.clamp(max=args.horizon - 1).unsqueeze(-1) == ahead
+        means = {name: torch.where(there.unsqueeze(-1), x, 0.0).sum((0, 1, 2)) / count for name, x in parts.items()}
+        for name, mean in means.items():
+            self.model_sums[name] += mean.detach()
+        return subgoal, means["recon"].sum() + args.kl_weight * means["kl_per_dim"].sum()
 
     # ALGO LOGIC: the losses
     def loss(self, batch):

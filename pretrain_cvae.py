@@ -188,7 +188,7 @@ class Gaussian(nn.Module):
 
 
 def sample(mean, log_variance):
-    return mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+    return torch.addcmul(mean, torch.randn_like(mean), torch.exp(0.5 * log_variance))
 
 
 def divergence(mean, log_variance, other_mean, other_log_variance):
@@ -216,37 +216,38 @@ class StateVAE(nn.Module):
         return self.out(self.decoder(code))
 
 
+def seats_from(env):
+    """(agents, agents): for every seat its own, then the others' in the order in which its observation has them."""
+    seat, own = torch.arange(env.n_agents), torch.arange(env.n_agents).unsqueeze(1)
+    if env.ego_first:
+        return (own + seat) % env.n_agents
+    return torch.cat((own, seat[:-1] + (seat[:-1] >= own)), 1)
+
+
 class Inference(nn.Module):
     """The subgoal the past speaks for: a GRU over what was seen and done, an encoder, and a decoder to train it by."""
 
     def __init__(self, env, args, memory=96):
         super().__init__()
-        self.memory, self.latent, self.ego_first = memory, args.latent_dim, env.ego_first
+        self.memory, self.latent = memory, args.latent_dim
         self.certain, self.of_features = args.inference == "mlp", args.reconstruct == "features"
         self.past = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, memory)
         self.now = nn.Linear(env.obs_dim, 32)
         self.encoder, self.code = nn.Linear(32 + memory, 64), Gaussian(64, self.latent)
         self.decoder = nn.Linear(self.latent + memory, 128)
         self.out = nn.Linear(128, 32 if self.of_features else env.obs_dim)
-        self.register_buffer("seat", torch.arange(env.n_agents), persistent=False)
+        self.register_buffer("order", seats_from(env), persistent=False)
         self.register_buffer("action", torch.arange(env.n_actions), persistent=False)
 
     def start(self, matches, seats):
-        return torch.zeros(matches, seats, self.memory, device=self.seat.device)
-
-    def order(self, seat):
-        """The own seat, then the others' as the observation has them: (matches, own seats) -> (..., agents)"""
-        first = seat.unsqueeze(-1)
-        if self.ego_first:
-            return (first + self.seat) % len(self.seat)
-        return torch.cat((first, self.seat[:-1] + (self.seat[:-1] >= first).long()), -1)
+        return torch.zeros(matches, seats, self.memory, device=self.order.device)
 
     def forward(self, obs, last_obs, last_action, seat, h):
         """(time, matches, own seats, ...), last_action (time, matches, agents) -> subgoal, h, (mean, log variance)
 
         The past is what was seen and what everybody did one step earlier: zeros and -1 at the start.
         """
-        order = self.order(seat).expand(*obs.shape[:-1], -1)  # (time, matches, own seats, agents)
+        order = self.order[seat].expand(*obs.shape[:-1], -1)  # (time, matches, own seats, agents)
         done = last_action.unsqueeze(-2).expand_as(order).gather(-1, order)
         done = (done.unsqueeze(-1) == self.action).to(obs.dtype).flatten(-2)
         h = self.past(torch.cat((last_obs, done), -1), h)
