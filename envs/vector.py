@@ -38,6 +38,7 @@ SHARED_BYTES = 48 * 1024
 IN_STEP_FROM = 16384  # matches; from here on the warps of a block keep in step, and blocks are as large as can be
 REGISTERS, REGISTERS_IN_STEP = 80, 64  # at most: more warps at a time are worth a few spills
 WARP = 32
+WHOLE_ONCE = (0, 63), (0, 68)  # the first and the last version of Numba that _compile_whole_once has been tried with
 
 
 # A function of the rules: called from compiled code only, so it needs no entry from Python and holds no references.
@@ -289,18 +290,55 @@ def _compile_cuda(run_one, rule, lanes, threads, in_step=False, staged=None, sha
         return cuda.jit(kernel, cache=True, lto=False, max_registers=registers)
 
 
-# ---- two things about Numba's compilers that have no switch; both are in force while our code is compiled ----
+# ---- three things about Numba's compilers that have no switch; in force while our code is compiled ----
 def _take_index_as_is(context, builder, index_type, index, size):
     """Python's negative indices cost a comparison at every access; the rules use none."""
     return context.cast(builder, index, index_type, numba.types.intp)
 
 
+def _compile_whole_once(run_one):
+    """Numba makes machine code of every function, and of all it calls with it: of a whole program up to six times.
+
+    Here a program, and what Numba wraps round it, becomes machine code only in the function called from Python. This
+    goes deep into Numba, so versions it has not been tried with compile as they always do.
+    """
+    if not WHOLE_ONCE[0] <= numba.version_info[:2] <= WHOLE_ONCE[1]:
+        return []
+    from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
+
+    finalize_one, set_env_of_one = JITCodeLibrary.finalize, JITCPUCodegen.set_env
+    wholes, waiting = {run_one.__name__, barrier.__name__}, []  # only a program calls barrier()
+
+    def finalize(library):
+        parts = dict.fromkeys(library._linking_libraries)
+        if library.name.endswith((_serial.__name__, _threaded.__name__)):
+            finalize_one(library)
+            for codegen, name, environment in waiting:
+                set_env_of_one(codegen, name, environment)
+        elif library.name in wholes or any(part.name in wholes for part in parts):
+            wholes.add(library.name)
+            for part in parts:
+                library._reload_init.update(part._reload_init)
+                library._final_module.link_in(part._get_module_for_linking(), preserve=True)
+            library._finalized = True
+        else:
+            finalize_one(library)
+
+    def set_env(codegen, name, environment):
+        if codegen._engine.is_symbol_defined(name):
+            set_env_of_one(codegen, name, environment)
+        else:
+            waiting.append((codegen, name, environment))
+
+    return [(JITCodeLibrary, "finalize", finalize), (JITCPUCodegen, "set_env", set_env)]
+
+
 @contextlib.contextmanager
-def _compiling(device_type):
+def _compiling(device_type, run_one):
     if device_type == "cpu":
         from numba.np import arrayobj
 
-        swaps = [(arrayobj, "fix_integer_index", _take_index_as_is)]
+        swaps = [(arrayobj, "fix_integer_index", _take_index_as_is), *_compile_whole_once(run_one)]
     else:
         from numba.cuda.cudadrv import nvvm
         from numba.cuda.np import arrayobj
@@ -336,7 +374,7 @@ class Runner:
 
     def __init__(self, run_one, rule, game, device, lanes, staged=None):
         matches = game.match.shape[0]
-        self._compiled, self._device = False, device
+        self._compiled, self._device, self._program = False, device, run_one
         if device.type == "cpu":
             run = _compile_cpu(run_one, threaded=matches >= SERIAL_BELOW)
             self._launch = lambda op: run(op, matches, rule, game)
@@ -359,7 +397,7 @@ class Runner:
         if self._compiled:
             self._launch(op)
         else:
-            with _compiling(self._device.type):
+            with _compiling(self._device.type, self._program):
                 self._launch(op)
             self._compiled = True
 
