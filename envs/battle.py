@@ -77,6 +77,7 @@ LINE_ACROSS, LINE_DEEP = F32(2.8 / 2), F32(0.3 / 2)
 FOLLOW = F32(2)  # a Medivac with nobody to heal keeps this near to the nearest friend
 BLOCKED = F32(0.3)  # who gets on by less than this part of a step, for one who stands, goes sideways for a while
 DETOUR_LOOPS = 6
+TOUCH = F32(1e-5)  # who slides past another at no distance must not be held by the last digit of a float
 CROWD = 32  # units on a map
 BITS = 62  # units in one mask
 FOR_SPAWN, FOR_ORDER, FOR_DELAY, FOR_SIDESTEP, FOR_ACTION = range(5)  # what a random number is for
@@ -459,7 +460,7 @@ def share_of(m, u, at, x, y, mask, first, share, g):
         bit, mask = pop_bit(mask)
         dx, dy, free = room(m, u, first + bit, at, g)
         ahead, free = x * dx + y * dy, max(free, ZERO)
-        if ahead * share > free:
+        if ahead * share > free + TOUCH:
             share = free / ahead
     return share
 

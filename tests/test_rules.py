@@ -596,6 +596,14 @@ def test_crowd_at_one_point_keeps_apart():
     assert (places - 16).norm(dim=1).max() < 6
 
 
+def test_a_group_on_its_way_to_one_target_does_not_get_stuck_on_itself():
+    env = envs.make("6h_vs_8z", num_envs=512, check=False)
+    env.reset()
+    step(env, *[STOP] * 6, times=10)
+    zealots, alive = env.units()["y"][:, 6:], env.units()["health"][:, 6:] > 0
+    assert zealots[alive].max() < 14, "all have come from 15 and more to the hydralisks at 10"
+
+
 # ---- the enemy ----
 @pytest.mark.parametrize(
     ("kind", "scan"), [("zealot", 5), ("zergling", 5), ("marine", 5), ("stalker", 6), ("spinecrawler", 7)]
@@ -657,6 +665,42 @@ def test_enemy_turns_on_a_shooter_outside_its_scan_range():
         step(env, STOP, times=4)
         assert (value(env, "x", 1) < start - 1) == shoots
         assert (value(env, "shield", 1) < 50) == shoots
+
+
+def test_spinecrawler_turns_to_another_when_its_target_leaves_its_range():
+    reach = 7 + UNITS["spinecrawler"].radius + DUMMY_RADIUS
+    env = battle([("dummy", 16, 10), ("dummy", 18, 9)], [("spinecrawler", 16, 16)])
+    step(env, STOP, STOP)
+    first = value(env, "health", 0)
+    assert first < 1e6 and value(env, "health", 1) == 1e6
+    change(env, 0, y=16 - reach - SMALL)
+    step(env, STOP, STOP, times=5)
+    assert value(env, "health", 0) == first and value(env, "health", 1) < 1e6
+    change(env, 0, y=12.0)
+    step(env, STOP, STOP, times=10)
+    assert value(env, "health", 0) == first, "it keeps to the other"
+
+
+def test_2s_vs_1sc_is_lost_by_standing_and_won_by_taking_turns():
+    """The wounded stalker walks out of the crawler's range and comes back; with both wounded, their shields recover."""
+    for takes_turns in (False, True):
+        env = envs.make("2s_vs_1sc", num_envs=64, check=False)
+        _, info = env.reset()
+        won, been_out = torch.zeros(64, dtype=torch.bool), torch.zeros(64, 2, dtype=torch.bool)
+        rest = torch.zeros(64, 1, dtype=torch.bool)
+        for _ in range(env.episode_limit):
+            now = env.units()
+            distance = torch.hypot(*(now[key][:, :2] - now[key][:, 2:] for key in ("x", "y")))
+            wounded = (now["health"] + now["shield"])[:, :2] < 45
+            been_out = (been_out | (distance > 7 + 0.9 + 0.625)) & wounded
+            rest = (rest | wounded.all(1, keepdim=True)) & (now["shield"][:, :2] < 80).any(1, keepdim=True)
+            action = torch.where(info["avail"][..., ATTACK], ATTACK, NORTH)
+            if takes_turns:
+                action = torch.where(wounded & ~been_out, SOUTH, action)
+                action = torch.where(rest, torch.where(distance < 9.3, SOUTH, STOP), action)
+            *_, info = env.step(action)
+            won |= info["won"]
+        assert won.float().mean() > 0.95 if takes_turns else not won.any()
 
 
 def test_enemy_walks_on_to_the_point_of_its_order_and_still_acquires_there():
