@@ -512,10 +512,11 @@ class Learner:
         with torch.no_grad():
             numbers = torch.stack((loss, value, norm))
             wrong = ~torch.isfinite(numbers)
-            self.optimizer.found_inf = wrong.any().float()
+            bad = wrong.any()
+            self.optimizer.found_inf = bad.float()
             self.optimizer.step()
             torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
-            self.sums += torch.where(wrong.any(), 0.0, numbers)
+            self.sums += torch.where(bad, 0.0, numbers)
             self.wrong += wrong
 
     def check_finite(self):
