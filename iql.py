@@ -96,8 +96,8 @@ class Args:
     """where the replay buffer is kept: same (as the networks) or cpu"""
     batch_size: int | None = None
     """episodes in an update (default: 64 on the GPU, 32 on the CPU)"""
-    updates_per_round: int | None = None
-    """updates after each round (default: 16 on the GPU, 32 where one seat learns among others; 8 on the CPU)"""
+    train_frequency: int | None = None
+    """steps for each update (default: 2000 on the GPU, 1000 where one seat learns among others; 200 on the CPU)"""
     start_e: float = 1.0
     """exploration at the start: the chance of a random action"""
     end_e: float = 0.05
@@ -133,7 +133,7 @@ OF_THE_STEP = ("action", "reward", "terminated")  # what a story has of the step
 def check(args):
     """Refuses values that make no sense, with what is allowed, and fills in those that depend on the device."""
     positive = "num_envs total_timesteps eval_interval eval_episodes final_eval_episodes buffer_size batch_size"
-    for name in (*positive.split(), "updates_per_round", "hidden_dim", "learning_rate", "max_grad_norm", "time_limit"):
+    for name in (*positive.split(), "train_frequency", "hidden_dim", "learning_rate", "max_grad_norm", "time_limit"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise SystemExit(f"--{name.replace('_', '-')} is above 0, not {getattr(args, name)}")
     for name in ("gamma", "td_lambda", "tau", "teammate_epsilon", "start_e", "end_e", "exploration_fraction"):
@@ -153,8 +153,9 @@ def check(args):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
     usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "batch_size": (64, 32)}
-    usual["updates_per_round"] = (16 if args.team == "self" else 32, 8)  # one seat has fewer rows to learn from
-    usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64)
+    usual |= {"num_envs": (1024, 64), "train_frequency": (2000 if args.team == "self" else 1000, 200)}
+    if args.env_id.startswith("sc2/"):  # a game that takes its time is learned from more often
+        usual |= {"num_envs": (8, 8), "train_frequency": (60, 60)}
     for name, (on_gpu, on_cpu) in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, on_gpu if args.cuda else on_cpu)
@@ -787,8 +788,9 @@ if __name__ == "__main__":
             returns, lengths, won, valid = rollout.play(epsilon)
             steps, episodes = int(lengths.sum()), int(valid.sum())  # asked before the updates: nothing waits for those
             buffer.add(rollout.story, lengths, valid)
-            if (buffer.lengths > 0).sum() >= args.batch_size:
-                learner.learn(buffer, args.updates_per_round)
+            updates = (progress["steps"] + steps) // args.train_frequency - progress["steps"] // args.train_frequency
+            if updates and (buffer.lengths > 0).sum() >= args.batch_size:
+                learner.learn(buffer, updates)
 
             progress["steps"] += steps
             progress["episodes"] += episodes

@@ -1,7 +1,7 @@
 """Do the battles rank in difficulty as SMAC's maps do? Win rates of runs beside SMAC's published ones.
 
 python sweep.py --script iql.py vdn.py qmix.py --env-ids 2s_vs_1sc 2s3z 3s5z 1c3s5z 5m_vs_6m 3s_vs_5z MMM2 6h_vs_8z \
-    --seeds 1 --cuda --run-root runs/difficulty -- --total-timesteps 2000000 --num-envs 64 --updates-per-round 32
+    --seeds 1 --cuda --run-root runs/difficulty -- --total-timesteps 2000000 --num-envs 128 --train-frequency 250
 python benchmarks/difficulty.py runs/difficulty/*
 
 Published: median test win rate of PyMARL after 2 million steps on StarCraft II (Samvelyan et al. 2019). Ours: the mean

@@ -6,7 +6,7 @@ python benchmarks/train_throughput.py --scripts qmix --ids 8m --cuda
 
 Every row runs a script for some seconds and leaves out the start, which compiles and captures. Actions stay random, so
 that the length of matches does not depend on what was learned. Nothing is evaluated. The replay ratio is how many
-episodes are learned from for each that is played.
+samples are learned from for each step that is played.
 """
 
 import re
@@ -17,7 +17,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import tyro
+
+import envs
 
 ROOT = Path(__file__).parent.parent
 NEVER = "1000000000000"  # steps that no row gets to
@@ -32,7 +35,7 @@ class Args:
     cuda: bool = False
     """use the GPU"""
     replay_ratio: float | None = None
-    """episodes learned from for each played (default: as the script has it)"""
+    """samples learned from for each step played (default: as the script has it)"""
     num_envs: int | None = None
     """matches at a time (default: as the script has it)"""
     batch_size: int | None = None
@@ -44,22 +47,35 @@ class Args:
 
 
 def settings(script, env_id, args):
-    """(matches, updates a round, batch, replay ratio) of a row."""
+    """(matches, steps for each update, batch, replay ratio) of a row."""
     code = runpy.run_path(str(ROOT / f"{script}.py"))
     usual = code["Args"](env_id=env_id, cuda=args.cuda)
     code["check"](usual)
-    updates, matches = usual.updates_per_round, args.num_envs or usual.num_envs
+    every, matches = usual.train_frequency, args.num_envs or usual.num_envs
     batch = args.batch_size or usual.batch_size
+    samples = batch * random_length(env_id)  # of an update
     if args.replay_ratio is not None:
-        updates = max(round(args.replay_ratio * matches / batch), 1)
-    return matches, updates, batch, updates * batch / matches
+        every = max(round(samples / args.replay_ratio), 1)
+    return matches, every, batch, samples / every
 
 
-def throughput(script, env_id, matches, updates, batch, args):
+def random_length(env_id):
+    """Mean steps of matches with random actions."""
+    env, steps = envs.make(env_id, num_envs=1024), 0
+    running = torch.ones_like(env.terminated)
+    _, info = env.reset()
+    while running.any():
+        steps += int(running.sum())
+        _, _, terminated, truncated, info = env.step((torch.rand(info["avail"].shape) * info["avail"]).argmax(2))
+        running &= ~(terminated | truncated)
+    return steps / env.num_envs
+
+
+def throughput(script, env_id, matches, every, batch, args):
     """Steps a second, from the lines of the log after the warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / f"{script}.py"), "--env-id", env_id, "--run-root", folder]
-        command += ["--num-envs", str(matches), "--updates-per-round", str(updates), "--batch-size", str(batch)]
+        command += ["--num-envs", str(matches), "--train-frequency", str(every), "--batch-size", str(batch)]
         command += ["--total-timesteps", NEVER, "--eval-interval", NEVER]
         command += ["--checkpoint-interval", NEVER, "--no-save-buffer", *["--cuda"] * args.cuda]
         run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -81,11 +97,11 @@ def throughput(script, env_id, matches, updates, batch, args):
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    heads = ("script", "environment", "matches", "updates", "batch", "ratio", "steps/s", "replayed/s")
+    heads = ("script", "environment", "matches", "every", "batch", "ratio", "steps/s", "replayed/s")
     print("{:8} {:14} {:>8} {:>8} {:>6} {:>6} {:>10} {:>11}".format(*heads))
     for env_id in args.ids:
         for script in args.scripts:
-            matches, updates, batch, ratio = settings(script, env_id, args)
-            rate = throughput(script, env_id, matches, updates, batch, args)
-            row = f"{matches:8} {updates:8} {batch:6} {ratio:6.2f} {rate:10,.0f} {rate * ratio:11,.0f}"
+            matches, every, batch, ratio = settings(script, env_id, args)
+            rate = throughput(script, env_id, matches, every, batch, args)
+            row = f"{matches:8} {every:8} {batch:6} {ratio:6.2f} {rate:10,.0f} {rate * ratio:11,.0f}"
             print(f"{script:8} {env_id:14} {row}", flush=True)

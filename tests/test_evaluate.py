@@ -18,7 +18,7 @@ import envs
 from envs.team import sizes_of
 
 EVALUATE = load("evaluate")
-TINY = {"num_envs": 4, "batch_size": 4, "buffer_size": 8, "updates_per_round": 1, "eval_episodes": 4, "hidden_dim": 16}
+TINY = {"num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 100, "eval_episodes": 4, "hidden_dim": 16}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

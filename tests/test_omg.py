@@ -871,7 +871,7 @@ def test_arguments_that_make_no_sense_are_refused(omg, changes, says):
 # ---- whole runs ----
 TINY = {
     "num-envs": 8, "batch-size": 4, "buffer-size": 16, "total-timesteps": 400, "eval-interval": 300,
-    "eval-episodes": 8, "final-eval-episodes": 8, "hidden-dim": 16, "updates-per-round": 2, "log-interval": 0.001,
+    "eval-episodes": 8, "final-eval-episodes": 8, "hidden-dim": 16, "train-frequency": 60, "log-interval": 0.001,
 }  # fmt: skip
 PRETRAINED = {"pretrain-timesteps": 200, "pretrain-updates": 10, "latent-dim": 8}
 

@@ -30,7 +30,7 @@ from envs.starcraft2 import StarCraft2
 EVERY = pytest.mark.parametrize("name", SCRIPTS)
 IQL, VDN, QMIX = SCRIPTS.values()
 QUICK = {
-    "num_envs": 4, "batch_size": 4, "buffer_size": 8, "updates_per_round": 2, "total_timesteps": 600,
+    "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 600,
     "eval_interval": 300, "eval_episodes": 4, "final_eval_episodes": 6, "hidden_dim": 16, "log_interval": 0,
 }  # fmt: skip
 OF_THE_CLOCK = ("charts/SPS",)
@@ -566,7 +566,7 @@ BAD = [
     ({"final_eval_episodes": 0}, "--final-eval-episodes is above 0"),
     ({"buffer_size": 0}, "--buffer-size is above 0"),
     ({"batch_size": 0}, "--batch-size is above 0"),
-    ({"updates_per_round": 0}, "--updates-per-round is above 0"),
+    ({"train_frequency": 0}, "--train-frequency is above 0"),
     ({"hidden_dim": 0}, "--hidden-dim is above 0"),
     ({"learning_rate": 0.0}, "--learning-rate is above 0"),
     ({"learning_rate": float("nan")}, "--learning-rate is above 0, not nan"),

@@ -534,7 +534,7 @@ def test_wilsons_interval():
 def train(name, game, rounds, **options):
     """The mean greedy return after so many rounds of play at random."""
     module = SCRIPTS[name]
-    usual = {"hidden_dim": 16, "num_envs": 32, "batch_size": 32, "buffer_size": 256, "updates_per_round": 8}
+    usual = {"hidden_dim": 16, "num_envs": 32, "batch_size": 32, "buffer_size": 256}
     args = arguments(
         module, **{**usual, "learning_rate": 0.005, "tau": 0.05, "td_lambda": 0.0, "gamma": 1.0, **options}
     )
@@ -547,7 +547,7 @@ def train(name, game, rounds, **options):
     for _ in range(rounds):
         _, lengths, _, valid = rollout.play(epsilon=1.0)
         buffer.add(rollout.story, lengths, valid)
-        learner.learn(buffer, args.updates_per_round)
+        learner.learn(buffer, updates=8)
     learner.report()
     return float(module.evaluate(rollout, 32)[0].mean())
 
