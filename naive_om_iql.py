@@ -627,7 +627,7 @@ def interval(successes, trials):
 # ---- is the prediction right? ----
 def sensitivity(learner, batch, inferred):
     """Mean change of Q when what is inferred is exchanged between matches, as long as the learner of both is there."""
-    (obs, before, time_left), seat, agents = learner.inputs(batch), batch["seat"][0], learner.online["agents"]
+    (obs, before, time_left), seat, agents = learner.inputs(batch), batch["seat"][0], learner.target["agents"]
     q, exchanged = (agents(obs, before, agents.start(*seat.shape), seat, x)[0] for x in (inferred, inferred.roll(1, 1)))
     there = batch["alive"] & (time_left > 0).unsqueeze(-1)
     there &= there.roll(1, 1)
@@ -670,7 +670,7 @@ def film(args, learner, device, path):
 
     env = make_env(args, 1, device, args.seed + 2)
     team, over = make_team(args, env, args.seed + 2), False
-    act = policy_of(Rollout(env, learner.online["agents"], learner.model["inference"], (), team))
+    act = policy_of(Rollout(env, learner.target["agents"], learner.model["inference"], (), team))
     obs, info = env.reset()
     frames = [Image.fromarray(env.render())]
     while not over:
@@ -705,11 +705,11 @@ def load_rollout(run, env, team=None):
     refuse_another_map(run, saved, env)
     args = Args(**{**saved["args"], "cuda": env.device.type == "cuda"})
     learner = Learner(args, env)
-    for which in ("online", "model"):
+    for which in ("online", "target", "model"):
         for name, network in getattr(learner, which).items():
             network.load_state_dict(saved[which][name])
     team = team or make_team(args, env, args.seed + 2)
-    return args, learner, Rollout(env, learner.online["agents"], learner.model["inference"], SEEN, team)
+    return args, learner, Rollout(env, learner.target["agents"], learner.model["inference"], SEEN, team)
 
 
 def load_policy(run, env):
@@ -838,9 +838,10 @@ if __name__ == "__main__":
     )
     team, eval_team = make_team(args, env, args.seed), make_team(args, eval_env, args.seed + 1)
     learner = Learner(args, env)
-    agents, inference = learner.online["agents"], learner.model["inference"]
+    agents, steady = learner.online["agents"], learner.target["agents"]  # who explores, and who plays greedily
+    inference = learner.model["inference"]
     rollout = Rollout(env, agents, inference, (*SEEN, "terminated"), team)
-    eval_rollout = Rollout(eval_env, agents, inference, SEEN, eval_team)
+    eval_rollout = Rollout(eval_env, steady, inference, SEEN, eval_team)
     buffer = Buffer(
         rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
     )

@@ -661,7 +661,7 @@ def load_policy(run, env):
     saved = read_file(Path(run) / "checkpoint.pt")
     refuse_another_map(run, saved, env)
     agents = make_agents(Args(**saved["args"]), env)
-    agents.load_state_dict(saved["online"]["agents"])
+    agents.load_state_dict(saved["target"]["agents"])
     return policy_of(agents, env)
 
 
@@ -790,9 +790,9 @@ if __name__ == "__main__":
         print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
     team, eval_team = make_team(args, env, args.seed), make_team(args, eval_env, args.seed + 1)
     learner = Learner(args, env, team.own.shape[1])
-    agents = learner.online["agents"]
+    agents, steady = learner.online["agents"], learner.target["agents"]  # who explores, and who plays greedily
     rollout = Rollout(env, agents, ("obs", "state", "avail", "alive", "action", "terminated"), team)
-    eval_rollout = Rollout(eval_env, agents, (), eval_team)
+    eval_rollout = Rollout(eval_env, steady, (), eval_team)
     buffer = Buffer(
         rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
     )
@@ -903,7 +903,7 @@ if __name__ == "__main__":
     log("eval", {"win_rate": final["win_rate"], "episodic_return": final["episodic_return"]})
     writer.close()
     if args.capture_video:
-        film(args, agents, device, run / "match.gif")
+        film(args, steady, device, run / "match.gif")
     low, high = final["win_rate_interval"]
     print(f"{progress['seconds']:.1f} s, {progress['steps']:,} steps, {learner.updates:,} updates")
     share = f"{final['win_rate']:.1%} ({low:.1%} to {high:.1%})"

@@ -606,7 +606,7 @@ def curves(groups, path):
     figure = Figure(figsize=(4.2 * len(env_ids), 3.4), layout="constrained")
     for axes, env_id in zip(figure.subplots(1, len(env_ids), squeeze=False)[0], env_ids):
         won = any(e["win_rate"] > 0 for (_, env), runs in groups.items() if env == env_id for e in evals_of(runs))
-        metric = "win_rate" if won else "episodic_return"
+        metric = "win_rate" if won and is_won_together(env_id) else "episodic_return"
         for number, label in enumerate(labels):
             seeds = [run["evals"] for run in groups.get((label, env_id), ()) if run["evals"]]
             if not seeds:
@@ -622,6 +622,16 @@ def curves(groups, path):
         if axes.lines:
             axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
+
+
+def is_won_together(env_id):
+    """Whether winning says how well an agent did: not where each has a reward of its own."""
+    import envs
+
+    try:
+        return envs.make(env_id.removeprefix("sc2/")).team_reward
+    except ValueError:  # an environment of the script's own
+        return True
 
 
 def evals_of(runs):

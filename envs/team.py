@@ -273,7 +273,7 @@ def read_runs(pool, env):
         for path in paths:
             saved = torch.load(Path(path) / "checkpoint.pt", map_location="cpu", weights_only=True)
             refuse_another_map(path, saved, env)
-            weights = saved["online"]["agents"]
+            weights = saved["target"]["agents"]  # who plays greedily
             inputs = env.obs_dim + env.n_actions + env.n_agents
             named = any(set(weights) == set(names.values()) for names in _NAMES)
             if not named or _stack(weights)["into"][0].shape[1] != inputs:

@@ -933,14 +933,17 @@ def test_a_run_on_3m_with_8_agents_is_filmed_and_can_be_watched(tmp_path):
 
 
 def test_a_saved_policy_plays_as_the_run_did(omg, means, tmp_path):
-    """Greedy, with the mean for a subgoal, it does what acting in training would do, match after match."""
+    """The target network, greedy, with the mean for a subgoal: as in an evaluation, match after match."""
     learner, rollout = make_rollout(omg, "stag_hunt_4x4", "2NS2omg", seat="0")
     with torch.no_grad():
-        for network in (*learner.online.values(), *learner.model.values()):
+        for network in (*learner.target.values(), *learner.model.values()):
             for weights in network.parameters():
-                weights.mul_(2)
+                weights.mul_(3)
+    rollout.agents = learner.target["agents"]
     about = {"env_id": "stag_hunt_4x4", "sizes": sizes_of(rollout.env), "args": asdict(learner.args)}
-    saved = {which: {n: x.state_dict() for n, x in getattr(learner, which).items()} for which in ("online", "model")}
+    saved = {
+        which: {n: x.state_dict() for n, x in getattr(learner, which).items()} for which in ("online", "target", "model")
+    }
     torch.save({**about, **saved}, tmp_path / "checkpoint.pt")
     env = omg.make_env(learner.args, 6, torch.device("cpu"), 1)
     act, used = omg.load_policy(tmp_path, env), set()
@@ -984,7 +987,7 @@ def test_a_run_with_networks_of_an_earlier_run(tmp_path):
     for name in ("a", "b"):
         agents = iql.make_agents(args, env).state_dict()
         (tmp_path / "pool" / name).mkdir(parents=True)
-        torch.save({**about, "online": {"agents": agents}}, tmp_path / "pool" / name / "checkpoint.pt")
+        torch.save({**about, "target": {"agents": agents}}, tmp_path / "pool" / name / "checkpoint.pt")
     team = (
         "--team",
         "3iql1omg",

@@ -258,8 +258,14 @@ def test_the_loss_unrolls_what_was_played(name, env_id, team):
 @BOTH
 def test_a_saved_policy_plays_as_the_run_did(name, tmp_path):
     learner, rollout = make_rollout(name, "stag_hunt_4x4", "2NS2learner", seat="0")
+    with torch.no_grad():
+        for weights in learner.target["agents"].parameters():
+            weights.mul_(3)
+    rollout.agents = learner.target["agents"]
     about = {"env_id": "stag_hunt_4x4", "sizes": sizes_of(rollout.env), "args": asdict(learner.args)}
-    saved = {which: {n: x.state_dict() for n, x in getattr(learner, which).items()} for which in ("online", "model")}
+    saved = {
+        which: {n: x.state_dict() for n, x in getattr(learner, which).items()} for which in ("online", "target", "model")
+    }
     torch.save({**about, **saved}, tmp_path / "checkpoint.pt")
     env = SCRIPTS[name].make_env(learner.args, 6, CPU, 1)
     act, used = SCRIPTS[name].load_policy(tmp_path, env), set()
@@ -289,7 +295,7 @@ def test_the_others_never_learn(name, tmp_path):
     iql, env = SCRIPTS["iql"], envs.make("stag_hunt_4x4")
     args = iql.Args(hidden_dim=16)
     about = {"algorithm": "iql", "env_id": "stag_hunt_4x4", "sizes": sizes_of(env), "args": asdict(args)}
-    torch.save({**about, "online": {"agents": iql.make_agents(args, env).state_dict()}}, tmp_path / "checkpoint.pt")
+    torch.save({**about, "target": {"agents": iql.make_agents(args, env).state_dict()}}, tmp_path / "checkpoint.pt")
     options = {"pool": (str(tmp_path),), "batch_size": 6, "buffer_size": 6}
     learner, rollout = make_rollout(name, "stag_hunt_4x4", "3iql1learner", **options)
     before = {key: [x.clone() for x in layer] for key, layer in rollout.team.networks.layers.items()}
@@ -316,9 +322,9 @@ def test_analysis_measures_the_round_just_played(name):
     assert found.get("obs_error", 0.0) == pytest.approx(gap, rel=1e-4)
     assert "q_sensitivity" not in SCRIPTS[name].analyse(learner.args, learner, rollout, matches=1)
     with torch.no_grad():  # a Q-network that does not listen
-        learner.online["agents"].into.weight[:, -learner.model["inference"].past.hidden_size :] = 0
-        extra = learner.online["agents"].into.in_features - rollout.env.obs_dim - rollout.env.n_actions - 4
-        learner.online["agents"].into.weight[:, -extra:] = 0
+        learner.target["agents"].into.weight[:, -learner.model["inference"].past.hidden_size :] = 0
+        extra = learner.target["agents"].into.in_features - rollout.env.obs_dim - rollout.env.n_actions - 4
+        learner.target["agents"].into.weight[:, -extra:] = 0
     assert SCRIPTS[name].analyse(learner.args, learner, rollout)["q_sensitivity"] == 0
 
 

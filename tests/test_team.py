@@ -40,7 +40,7 @@ def write_run(folder, module, env, seed, share=True, env_id=None, **changes):
             weights.mul_(3)
     about = {"algorithm": module.__name__, "env_id": args.env_id, "sizes": sizes_of(env), "args": asdict(args)}
     folder.mkdir(parents=True)
-    torch.save({**about, "online": {"agents": agents.state_dict()}}, folder / "checkpoint.pt")
+    torch.save({**about, "target": {"agents": agents.state_dict()}}, folder / "checkpoint.pt")
     return str(folder)
 
 
@@ -157,7 +157,7 @@ def test_runs_that_cannot_be_stacked_are_refused(pool, scripts, tmp_path):
         make("7iql1omg", pool=[pool / "iql_0", f"{pool}/iql_*"])
     omg = script("omg_iql")
     agents = omg.make_agents(omg.Args(), env).state_dict()
-    about = {"algorithm": "omg_iql", "env_id": "8m", "sizes": sizes_of(env), "online": {"agents": agents}}
+    about = {"algorithm": "omg_iql", "env_id": "8m", "sizes": sizes_of(env), "target": {"agents": agents}}
     (tmp_path / "omg").mkdir()
     torch.save(about, tmp_path / "omg" / "checkpoint.pt")
     with pytest.raises(ValueError, match=r"a run of omg_iql.py cannot be a team-mate"):
