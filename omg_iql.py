@@ -423,7 +423,7 @@ def lambda_returns(reward, bootstrap, ended, last, gamma, td_lambda):
     weight = gamma * td_lambda * goes_far.to(reward.dtype)
     span = 1
     while span < len(target):  # target[t] = target[t] + weight[t] * target[t + 1], for all t in a few doublings
-        target[:-span] += weight[: len(target) - span] * target[span:]
+        target[:-span].add_(weight[: len(target) - span] * target[span:])
         weight = weight[:-span] * weight[span:]
         span *= 2
     return target
@@ -604,8 +604,8 @@ class Learner:
         # fused, so that an update that is not finite can be skipped without asking the device
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
         self.sums, self.wrong = (torch.zeros(5, device=env.device) for _ in range(2))
-        sizes = {"recon": 1, "kl_per_dim": args.latent_dim, "selected_k": args.horizon}
-        self.model_sums = {name: torch.zeros(size, device=env.device) for name, size in sizes.items()}
+        self.model_parts = {"recon": 1, "kl_per_dim": args.latent_dim, "selected_k": args.horizon}
+        self.model_sums = torch.zeros(sum(self.model_parts.values()), device=env.device)
         self.mix_chance = torch.zeros((), device=env.device)
         self.mixing = args.mix == "q-input" and args.q_subgoal != "inferred"
 
@@ -704,13 +704,14 @@ class Learner:
             subgoal = torch.cat((subgoal, inferred[-1:]))
         said = inferred[:-1], memory[:-1], [values[:-1] for values in code]
         recon, kl_per_dim = self.model["inference"].errors(obs[:-1], *said, goal)
-        count, ahead = there.sum().clamp(min=1), torch.arange(args.horizon, device=obs.device)
-        parts = {"recon": recon.unsqueeze(-1), "kl_per_dim": kl_per_dim}
-        parts["selected_k"] = k.clamp(max=args.horizon - 1).unsqueeze(-1) == ahead
-        means = {name: torch.where(there.unsqueeze(-1), x, 0.0).sum((0, 1, 2)) / count for name, x in parts.items()}
-        for name, mean in means.items():
-            self.model_sums[name] += mean.detach()
-        return subgoal, means["recon"].sum() + args.kl_weight * means["kl_per_dim"].sum()
+        selected_k = k.clamp(max=args.horizon - 1).unsqueeze(-1) == torch.arange(args.horizon, device=obs.device)
+        parts = torch.cat(
+            (recon.unsqueeze(-1), kl_per_dim, selected_k.to(recon.dtype)), -1
+        )  # taken the mean of at once
+        means = torch.where(there.unsqueeze(-1), parts, 0.0).sum((0, 1, 2)) / there.sum().clamp(min=1)
+        self.model_sums += means.detach()
+        recon, kl_per_dim, _ = means.split(list(self.model_parts.values()))
+        return subgoal, recon.sum() + args.kl_weight * kl_per_dim.sum()
 
     # ALGO LOGIC: the losses
     def loss(self, batch):
@@ -766,9 +767,9 @@ class Learner:
         """The sums since the last report, and the model's."""
         self.check_finite()
         sums = dict(zip(("td_loss", "model_loss", "q_values", "grad_norm"), self.sums.tolist()))
-        model = {name: total.clone() for name, total in self.model_sums.items()}
-        for total in (self.sums, *self.model_sums.values()):
-            total.zero_()
+        model = dict(zip(self.model_parts, self.model_sums.clone().split(list(self.model_parts.values()))))
+        self.sums.zero_()
+        self.model_sums.zero_()
         return sums, model
 
 

@@ -304,18 +304,17 @@ class Mixer(nn.Module):
 
     def __init__(self, env, seats, mixing, hypernet):
         super().__init__()
-
-        def network(outputs):
-            return nn.Sequential(nn.Linear(env.state_dim, hypernet), nn.ReLU(), nn.Linear(hypernet, outputs))
-
-        self.seats, self.mixing = seats, mixing
-        self.first, self.first_bias = network(seats * mixing), nn.Linear(env.state_dim, mixing)
-        self.second, self.second_bias = network(mixing), network(1)
+        self.seats, self.parts = seats, (hypernet, hypernet, hypernet, mixing)
+        self.into = nn.Linear(env.state_dim, sum(self.parts))  # first layers of four networks: one product, not four
+        self.first, self.second = nn.Linear(hypernet, seats * mixing), nn.Linear(hypernet, mixing)
+        self.second_bias = nn.Linear(hypernet, 1)
 
     def forward(self, q, state):  # (steps, matches, seats), (steps, matches, state) -> (steps, matches)
-        first = self.first(state).abs().unflatten(-1, (self.seats, self.mixing))
-        hidden = F.elu((q.unsqueeze(-2) @ first).squeeze(-2) + self.first_bias(state))
-        return (hidden * self.second(state).abs()).sum(-1) + self.second_bias(state).squeeze(-1)
+        first, second, second_bias, first_bias = self.into(state).split(self.parts, -1)
+        first = self.first(F.relu(first)).abs().unflatten(-1, (self.seats, -1))
+        hidden = F.elu((q.unsqueeze(-2) @ first).squeeze(-2) + first_bias)
+        second, second_bias = self.second(F.relu(second)).abs(), self.second_bias(F.relu(second_bias))
+        return (hidden * second).sum(-1) + second_bias.squeeze(-1)
 
 
 def best_action(q, avail):
@@ -338,7 +337,7 @@ def lambda_returns(reward, bootstrap, ended, last, gamma, td_lambda):
     weight = gamma * td_lambda * goes_far.to(reward.dtype)
     span = 1
     while span < len(target):  # target[t] = target[t] + weight[t] * target[t + 1], for all t in a few doublings
-        target[:-span] += weight[: len(target) - span] * target[span:]
+        target[:-span].add_(weight[: len(target) - span] * target[span:])
         weight = weight[:-span] * weight[span:]
         span *= 2
     return target

@@ -306,7 +306,7 @@ def lambda_returns(reward, bootstrap, ended, last, gamma, td_lambda):
     weight = gamma * td_lambda * goes_far.to(reward.dtype)
     span = 1
     while span < len(target):  # target[t] = target[t] + weight[t] * target[t + 1], for all t in a few doublings
-        target[:-span] += weight[: len(target) - span] * target[span:]
+        target[:-span].add_(weight[: len(target) - span] * target[span:])
         weight = weight[:-span] * weight[span:]
         span *= 2
     return target

@@ -264,7 +264,8 @@ def test_a_saved_policy_plays_as_the_run_did(name, tmp_path):
     rollout.agents = learner.target["agents"]
     about = {"env_id": "stag_hunt_4x4", "sizes": sizes_of(rollout.env), "args": asdict(learner.args)}
     saved = {
-        which: {n: x.state_dict() for n, x in getattr(learner, which).items()} for which in ("online", "target", "model")
+        which: {n: x.state_dict() for n, x in getattr(learner, which).items()}
+        for which in ("online", "target", "model")
     }
     torch.save({**about, **saved}, tmp_path / "checkpoint.pt")
     env = SCRIPTS[name].make_env(learner.args, 6, CPU, 1)

@@ -108,10 +108,17 @@ def plain_mixer(mixer, q, state):
     def linear(key, x):
         return weights[f"{key}.weight"] @ x + weights[f"{key}.bias"]
 
-    def network(key):
-        return linear(f"{key}.2", np.maximum(linear(f"{key}.0", state), 0))
+    into = dict(
+        zip(
+            ("first", "second", "second_bias", "first_bias"),
+            np.split(linear("into", state), np.cumsum(mixer.parts[:-1])),
+        )
+    )
 
-    hidden = q @ np.abs(network("first")).reshape(SEATS, -1) + linear("first_bias", state)
+    def network(key):
+        return linear(key, np.maximum(into[key], 0))
+
+    hidden = q @ np.abs(network("first")).reshape(SEATS, -1) + into["first_bias"]
     hidden = np.where(hidden > 0, hidden, np.exp(np.minimum(hidden, 0)) - 1)
     return hidden @ np.abs(network("second")) + network("second_bias")[0]
 
