@@ -26,6 +26,7 @@ from test_starcraft2 import FAKE, World
 import envs
 from envs.battle import Battle
 from envs.starcraft2 import StarCraft2
+from envs.team import read_runs
 
 EVERY = pytest.mark.parametrize("name", SCRIPTS)
 IQL, VDN, QMIX = SCRIPTS.values()
@@ -136,7 +137,7 @@ def test_it_runs(complete, name, env_id):
     assert results["final"]["episodes"] == 6 and len(results["final"]["returns_by_agent"]) == names["env"].n_agents
     low, high = results["final"]["win_rate_interval"]
     assert 0 <= low <= results["final"]["win_rate"] <= high <= 1
-    assert results["steps"] >= 600 and results["updates"] == names["learner"].updates > 0
+    assert results["steps"] >= 600 and results["updates"] == names["learner"].updates == results["steps"] // 60 > 0
     log = scalars(run)
     assert {"charts/episodic_return", "losses/td_loss", "eval/win_rate"} <= log.keys()
     assert ("charts/episodic_return_3" in log) == (env_id == "stag_hunt_4x4")
@@ -505,6 +506,17 @@ def test_code_in_a_checkpoint_is_not_run(name, tmp_path):
         with pytest.raises(pickle.UnpicklingError):
             load()
     assert not trace.exists()
+
+
+@EVERY
+def test_the_online_network_explores_and_the_target_network_plays_greedily(complete, name):
+    run, names = complete(name)
+    learner, env = names["learner"], envs.make("3m", num_envs=4)
+    assert names["rollout"].agents is learner.online["agents"]
+    assert names["eval_rollout"].agents is learner.target["agents"]
+    weights = read_runs((str(run),), env)[0]["weights"]
+    assert all(torch.equal(value, learner.target["agents"].state_dict()[key]) for key, value in weights.items())
+    assert any(not torch.equal(value, learner.online["agents"].state_dict()[key]) for key, value in weights.items())
 
 
 @EVERY
