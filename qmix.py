@@ -89,7 +89,7 @@ class Args:
     td_lambda: float = 0.7
     """weight of longer returns in the target; 0 is one-step Q-learning"""
     tau: float = 0.005
-    """how far the target network moves to the online one with every update"""
+    """how far the target network, which plays greedily, moves to the online one with every update"""
     buffer_size: int | None = None
     """episodes in the replay buffer (default: 8192 on the GPU, 4096 on the CPU)"""
     buffer_device: str = "same"
@@ -97,7 +97,7 @@ class Args:
     batch_size: int | None = None
     """episodes in an update (default: 64 on the GPU, 32 on the CPU)"""
     train_frequency: int | None = None
-    """steps for each update (default: 2000 on the GPU, 1000 where one seat learns among others; 200 on the CPU)"""
+    """steps for each update (default: 2000 on the GPU, 1000 for one seat of many; on the CPU 200; the real game 60)"""
     start_e: float = 1.0
     """exploration at the start: the chance of a random action"""
     end_e: float = 0.05
@@ -655,11 +655,16 @@ def read_file(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
+def known(arguments):
+    """Those of a run that this version still has."""
+    return {name: value for name, value in arguments.items() if name in Args.__dataclass_fields__}
+
+
 def load_policy(run, env):
     """The greedy policy of a run, for matches of `env`: act(obs, info) -> actions."""
     saved = read_file(Path(run) / "checkpoint.pt")
     refuse_another_map(run, saved, env)
-    agents = make_agents(Args(**saved["args"]), env)
+    agents = make_agents(Args(**known(saved["args"])), env)
     agents.load_state_dict(saved["target"]["agents"])
     return policy_of(agents, env)
 
@@ -759,6 +764,8 @@ def as_before(args):
     if saved["progress"]["complete"] and path.with_name("results.json").exists():
         raise SystemExit(f"--resume {args.resume}: that run is complete")
     usual, given = asdict(Args()), asdict(args)
+    if unknown := saved["args"].keys() - usual.keys():
+        raise SystemExit(f"--resume {args.resume} is of another version: it has {', '.join(sorted(unknown))}")
     before = {**usual, **saved["args"]}  # an older run may lack an option
     free = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")
     wrong = [name for name in given if name not in free and given[name] not in (usual[name], before[name])]
@@ -867,7 +874,7 @@ if __name__ == "__main__":
                 progress["evals"].append({"steps": progress["steps"], "seconds": time.time() - started, **result})
             if time.time() - saved_at >= args.checkpoint_interval:
                 save(run, args, learner, buffer, (rollout, eval_rollout), progress)
-                saved_at, logged["updates"] = time.time(), learner.updates
+                saved_at = time.time()
             if args.time_limit is not None and time.time() - STARTED >= args.time_limit:
                 stopping.append("time limit")
         if stopping:

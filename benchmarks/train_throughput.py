@@ -61,7 +61,7 @@ def settings(script, env_id, args):
 
 def random_length(env_id):
     """Mean steps of matches with random actions."""
-    env, steps = envs.make(env_id, num_envs=1024), 0
+    env, steps = envs.make(env_id.removeprefix("sc2/"), num_envs=1024), 0
     running = torch.ones_like(env.terminated)
     _, info = env.reset()
     while running.any():

@@ -9,6 +9,7 @@ from scripts import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import difficulty
+import train_throughput
 
 
 def test_ranks_are_shared_by_equals():
@@ -41,3 +42,12 @@ def test_the_difficulty_table(tmp_path):
     assert set(rows) == {"map", "2s3z", "MMM2", "corridor"}
     assert rows["2s3z"].rstrip().endswith("85 | 99 |") and rows["corridor"].rstrip().endswith("10 | 1 |")
     assert "rank correlation, qmix: 1.00 (3 figures)" in said
+
+
+def test_replay_ratio_counts_samples():
+    length = train_throughput.random_length("3m")
+    assert 10 < length <= 60
+    args = train_throughput.Args(replay_ratio=16, batch_size=512)
+    matches, every, batch, ratio = train_throughput.settings("iql", "3m", args)
+    assert (matches, batch) == (64, 512) and ratio == pytest.approx(16, rel=0.01)
+    assert every == pytest.approx(512 * length / 16, rel=0.1)  # other matches, so about

@@ -29,7 +29,7 @@ def write_run(folder, module, env, seed, **options):
     torch.manual_seed(seed)
     args = module.Args(env_id=env.name, seed=seed, final_eval_episodes=4, **{**TINY, **options})
     learner = module.Learner(args, env)
-    for weights in learner.parameters:
+    for weights in (*learner.parameters, *learner.target_parameters):
         weights.data *= 3
     about = {"algorithm": module.__name__, "env_id": env.name, "sizes": sizes_of(env), "args": asdict(args)}
     networks = {
@@ -389,6 +389,7 @@ def test_an_ego_learns_on_among_the_others(runs, tmp_path, capfd):
     assert results["adapted"] == {runs["qmix"]: str(run)}
     learned = json.loads((run / "results.json").read_text())
     settings = learned["args"]
+    assert learned["updates"] > 0 and settings["train_frequency"] == 200  # one seat's, not the ego's
     assert (settings["init"], settings["team"], settings["pool"]) == (runs["qmix"], "2other1learner", [*args.others])
     assert (learned["algorithm"], settings["start_e"], settings["end_e"], settings["hidden_dim"]) == (
         "iql",

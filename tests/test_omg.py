@@ -877,7 +877,7 @@ PRETRAINED = {"pretrain-timesteps": 200, "pretrain-updates": 10, "latent-dim": 8
 
 
 def run(folder, *arguments, stops=False, script="omg_iql"):
-    """Runs the script; returns its folder."""
+    """Runs the script; returns its folder. `run.names` are the names it had at the end."""
     before = set(folder.glob("*"))
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     settings = {} if "--resume" in arguments else TINY | (PRETRAINED if script == "omg_iql" else {})
@@ -887,7 +887,7 @@ def run(folder, *arguments, stops=False, script="omg_iql"):
     argv, sys.argv = sys.argv, [f"{script}.py", *tiny, "--run-root", str(folder), *arguments]
     try:
         with pytest.raises(SystemExit, match="stopped at step") if stops else contextlib.nullcontext():
-            runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+            run.names = runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
     finally:
         sys.argv = argv
         torch.use_deterministic_algorithms(False)

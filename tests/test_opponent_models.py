@@ -398,6 +398,17 @@ def test_a_run_goes_on_where_it_stopped_and_the_same_again_is_the_same(name, who
 
 
 @ALL
+def test_the_online_network_explores_and_the_target_network_plays_greedily(name, tmp_path):
+    folder = omg.run(tmp_path, "--env-id", "stag_hunt_4x4", script=name)
+    names = omg.run.names
+    target = names["learner"].target["agents"]
+    assert names["rollout"].agents is names["learner"].online["agents"] and names["eval_rollout"].agents is target
+    _, learner, rollout = SCRIPTS[name].load_rollout(folder, envs.make("stag_hunt_4x4"))
+    assert rollout.agents is learner.target["agents"]
+    assert all(map(torch.equal, rollout.agents.state_dict().values(), target.state_dict().values()))
+
+
+@ALL
 def test_a_run_starts_from_the_networks_of_another(name, whole, tmp_path):
     first = whole(name)
     options = ("--env-id", "stag_hunt_4x4", "--seed", "5", "--learning-rate", "1e-9", "--model-learning-rate", "1e-9")

@@ -14,6 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -357,6 +358,38 @@ def test_a_run_of_before_there_was_an_option_goes_on(tmp_path):
     assert IQL.as_before(IQL.Args(resume=str(run))).init is None
 
 
+@EVERY
+def test_a_run_with_an_option_that_is_gone_plays_but_does_not_go_on(name, tmp_path):
+    run = stopped(name, tmp_path)
+    saved = read(run / "checkpoint.pt")
+    saved["args"]["updates_per_round"] = 16
+    torch.save(saved, run / "checkpoint.pt")
+    env = envs.make("3m")
+    assert SCRIPTS[name].load_policy(run, env)(*env.reset()).shape == (1, 3)
+    with pytest.raises(SystemExit, match="of another version: it has updates_per_round"):
+        SCRIPTS[name].as_before(SCRIPTS[name].Args(resume=str(run)))
+
+
+@EVERY
+def test_saving_takes_nothing_from_the_log(name, tmp_path, monkeypatch):
+    """A line has the mean over all updates since the line before, whether or not there was a save between them."""
+    rounds, reset = [0], Battle.reset
+
+    def counted(env, *arguments, **options):
+        rounds[0] += 1
+        return reset(env, *arguments, **options)
+
+    monkeypatch.setattr(Battle, "reset", counted)
+    monkeypatch.setattr(time, "time", lambda: float(rounds[0]))  # a clock that saving does not move
+    found = []
+    for interval in (1e9, 0):
+        rounds[0] = 0
+        options = {"log_interval": 3, "checkpoint_interval": interval, "total_timesteps": 2000}
+        log = scalars(train(name, tmp_path / str(interval), **options)["run"])
+        found.append({key: curve for key, curve in log.items() if key.startswith("losses/")})
+    assert found[0] == found[1] and len(found[0]["losses/td_loss"]) > 2
+
+
 # ---- starting from another run ----
 def networks(run):
     saved = read(run / "checkpoint.pt")
@@ -370,7 +403,7 @@ def test_a_run_starts_from_the_networks_that_both_have(complete, name, earlier, 
     assert begun["learner"].updates == 0 and not begun["learner"].optimizer.state
     before, after = networks(run), networks(begun["run"])
     both = [key for key in after if "/agents/" in key or (name == earlier and "/mixer/" in key)]
-    assert len(both) == (2 * (8 + 14) if name == earlier else 2 * 8)
+    assert len(both) == (2 * (8 + 8) if name == earlier else 2 * 8)
     assert_same({key: before[key] for key in both}, {key: after[key] for key in both})
     key = "agents/out.weight"
     assert not torch.equal(before[f"/online/{key}"], before[f"/target/{key}"])

@@ -48,6 +48,13 @@ def wait_for(condition, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize(
+    ("env_id", "together"), [("8m", True), ("sc2/8m", True), ("stag_hunt_4x4", False), ("my", True)]
+)
+def test_curves_show_returns_where_everyone_plays_for_itself(env_id, together):
+    assert sweep.is_won_together(env_id) == together
+
+
 def test_a_crashed_run_goes_on_from_its_checkpoint_and_what_is_done_is_skipped(tmp_path):
     words = ("--env-ids", "a", "b", "--seeds", 2, "--jobs", 4)
     first = run(tmp_path, *words, options=("--crash", "5x1"))

@@ -556,7 +556,7 @@ def train(name, game, rounds, **options):
         buffer.add(rollout.story, lengths, valid)
         learner.learn(buffer, updates=8)
     learner.report()
-    return float(module.evaluate(rollout, 32)[0].mean())
+    return float(module.evaluate(module.Rollout(env, learner.target["agents"], ()), 32)[0].mean())
 
 
 def test_independent_learners_find_the_best_of_a_matrix():
