@@ -97,7 +97,7 @@ class Args:
     batch_size: int | None = None
     """episodes in an update (default: 64 on the GPU, 32 on the CPU)"""
     train_frequency: int | None = None
-    """steps for each update (default: 2000 on the GPU, 1000 for one seat of many; on the CPU 200; the real game 60)"""
+    """steps for each update (default: 2000 on the GPU, 200 on the CPU, half of it for one seat; 60 of the real game)"""
     start_e: float = 1.0
     """exploration at the start: the chance of a random action"""
     end_e: float = 0.05
@@ -153,7 +153,7 @@ def check(args):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
     usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "batch_size": (64, 32)}
-    usual |= {"num_envs": (1024, 64), "train_frequency": (2000 if args.team == "self" else 1000, 200)}
+    usual |= {"num_envs": (1024, 64), "train_frequency": (2000, 200) if args.team == "self" else (1000, 100)}
     if args.env_id.startswith("sc2/"):  # a game that takes its time is learned from more often
         usual |= {"num_envs": (8, 8), "train_frequency": (60, 60)}
     for name, (on_gpu, on_cpu) in usual.items():
