@@ -604,8 +604,8 @@ class Learner:
         # fused, so that an update that is not finite can be skipped without asking the device
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
         self.sums, self.wrong = (torch.zeros(5, device=env.device) for _ in range(2))
-        self.model_parts = {"recon": 1, "kl_per_dim": args.latent_dim, "selected_k": args.horizon}
-        self.model_sums = torch.zeros(sum(self.model_parts.values()), device=env.device)
+        self.model_sizes = [1, args.latent_dim, args.horizon]  # of recon, kl_per_dim, selected_k
+        self.model_sums = torch.zeros(sum(self.model_sizes), device=env.device)
         self.mix_chance = torch.zeros((), device=env.device)
         self.mixing = args.mix == "q-input" and args.q_subgoal != "inferred"
 
@@ -705,12 +705,10 @@ class Learner:
         said = inferred[:-1], memory[:-1], [values[:-1] for values in code]
         recon, kl_per_dim = self.model["inference"].errors(obs[:-1], *said, goal)
         selected_k = k.clamp(max=args.horizon - 1).unsqueeze(-1) == torch.arange(args.horizon, device=obs.device)
-        parts = torch.cat(
-            (recon.unsqueeze(-1), kl_per_dim, selected_k.to(recon.dtype)), -1
-        )  # taken the mean of at once
+        parts = torch.cat((recon.unsqueeze(-1), kl_per_dim, selected_k.to(recon.dtype)), -1)
         means = torch.where(there.unsqueeze(-1), parts, 0.0).sum((0, 1, 2)) / there.sum().clamp(min=1)
         self.model_sums += means.detach()
-        recon, kl_per_dim, _ = means.split(list(self.model_parts.values()))
+        recon, kl_per_dim, _ = means.split(self.model_sizes)
         return subgoal, recon.sum() + args.kl_weight * kl_per_dim.sum()
 
     # ALGO LOGIC: the losses
@@ -767,7 +765,7 @@ class Learner:
         """The sums since the last report, and the model's."""
         self.check_finite()
         sums = dict(zip(("td_loss", "model_loss", "q_values", "grad_norm"), self.sums.tolist()))
-        model = dict(zip(self.model_parts, self.model_sums.clone().split(list(self.model_parts.values()))))
+        model = dict(zip(("recon", "kl_per_dim", "selected_k"), self.model_sums.clone().split(self.model_sizes)))
         self.sums.zero_()
         self.model_sums.zero_()
         return sums, model

@@ -50,4 +50,4 @@ def test_replay_ratio_counts_samples():
     args = train_throughput.Args(replay_ratio=16, batch_size=512)
     matches, every, batch, ratio = train_throughput.settings("iql", "3m", args)
     assert (matches, batch) == (64, 512) and ratio == pytest.approx(16, rel=0.01)
-    assert every == pytest.approx(512 * length / 16, rel=0.1)  # other matches, so about
+    assert every == pytest.approx(512 * length / 16, rel=0.1)  # other actions, so about
