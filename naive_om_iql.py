@@ -92,7 +92,7 @@ class Args:
     tau: float = 0.005
     """how far the target network, which plays greedily, moves to the online one with every update"""
     buffer_size: int | None = None
-    """episodes in the replay buffer (default: 8192 on the GPU, 4096 on the CPU)"""
+    """episodes in the replay buffer (default: 8192 on the GPU, 4096 on the CPU; of one seat up to 32,768 on the GPU)"""
     buffer_device: str = "same"
     """where the replay buffer is kept: same (as the networks) or cpu"""
     batch_size: int | None = None
@@ -155,7 +155,7 @@ def check(args):
     elif args.cuda and importlib.util.find_spec("numba_cuda") is None and not args.env_id.startswith("sc2/"):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
-    usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "batch_size": (64, 32)}
+    usual = {"total_timesteps": (20_000_000, 1_000_000), "batch_size": (64, 32)}
     usual |= {"num_envs": (1024, 64), "train_frequency": (2000, 200) if args.team == "self" else (1000, 100)}
     if args.env_id.startswith("sc2/"):  # a game that takes its time is learned from more often
         usual |= {"num_envs": (8, 8), "train_frequency": (60, 60)}
@@ -163,8 +163,8 @@ def check(args):
         if getattr(args, name) is None:
             setattr(args, name, on_gpu if args.cuda else on_cpu)
     args.eval_interval = args.eval_interval or max(args.total_timesteps // 50, 1)
-    if not args.batch_size <= args.buffer_size >= args.num_envs:
-        least = max(args.batch_size, args.num_envs)
+    least = max(args.batch_size, args.num_envs)
+    if args.buffer_size is not None and args.buffer_size < least:
         raise SystemExit(f"--buffer-size holds at least a round and a batch, {least} episodes, not {args.buffer_size}")
 
 
@@ -418,6 +418,15 @@ class Rollout:
             if not self.running.any():
                 break
         return self.story["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
+
+
+def usual_size(story, args):
+    """Episodes in the buffer by default. One learner among others does better with more of them, if they are small."""
+    size = 8192 if args.cuda else 4096
+    if args.cuda and args.team != "self":
+        each = sum(values[:, 0].nbytes for values in story.values())
+        size = max(size, min(4 * size, 4 * 2**30 // each))
+    return max(size, args.num_envs, args.batch_size)
 
 
 class Buffer:
@@ -849,6 +858,7 @@ if __name__ == "__main__":
     inference = learner.model["inference"]
     rollout = Rollout(env, agents, inference, (*SEEN, "terminated"), team)
     eval_rollout = Rollout(eval_env, steady, inference, SEEN, eval_team)
+    args.buffer_size = args.buffer_size or usual_size(rollout.story, args)
     buffer = Buffer(
         rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
     )

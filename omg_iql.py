@@ -93,7 +93,7 @@ class Args:
     tau: float = 0.005
     """how far the target network, which plays greedily, moves to the online one with every update"""
     buffer_size: int | None = None
-    """episodes in the replay buffer (default: 8192 on the GPU, 4096 on the CPU)"""
+    """episodes in the replay buffer (default: 8192 on the GPU, 4096 on the CPU; of one seat up to 32,768 on the GPU)"""
     buffer_device: str = "same"
     """where the replay buffer is kept: same (as the networks) or cpu"""
     batch_size: int | None = None
@@ -194,7 +194,7 @@ def check(args):
     elif args.cuda and importlib.util.find_spec("numba_cuda") is None and not args.env_id.startswith("sc2/"):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
-    usual = {"total_timesteps": (20_000_000, 1_000_000), "buffer_size": (8192, 4096), "batch_size": (64, 32)}
+    usual = {"total_timesteps": (20_000_000, 1_000_000), "batch_size": (64, 32)}
     usual["pretrain_timesteps"] = (2_000_000, 100_000)
     usual |= {"num_envs": (1024, 64), "train_frequency": (2000, 200) if args.team == "self" else (1000, 100)}
     if args.env_id.startswith("sc2/"):  # a game that takes its time is learned from more often
@@ -203,8 +203,8 @@ def check(args):
         if getattr(args, name) is None:
             setattr(args, name, on_gpu if args.cuda else on_cpu)
     args.eval_interval = args.eval_interval or max(args.total_timesteps // 50, 1)
-    if not args.batch_size <= args.buffer_size >= args.num_envs:
-        least = max(args.batch_size, args.num_envs)
+    least = max(args.batch_size, args.num_envs)
+    if args.buffer_size is not None and args.buffer_size < least:
         raise SystemExit(f"--buffer-size holds at least a round and a batch, {least} episodes, not {args.buffer_size}")
 
 
@@ -531,6 +531,15 @@ class Rollout:
         return self.story["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
 
 
+def usual_size(story, args):
+    """Episodes in the buffer by default. One learner among others does better with more of them, if they are small."""
+    size = 8192 if args.cuda else 4096
+    if args.cuda and args.team != "self":
+        each = sum(values[:, 0].nbytes for values in story.values())
+        size = max(size, min(4 * size, 4 * 2**30 // each))
+    return max(size, args.num_envs, args.batch_size)
+
+
 class Buffer:
     """A ring of episodes, time first: (steps + 1, episodes, ...)."""
 
@@ -668,9 +677,8 @@ class Learner:
             candidates = torch.minimum(time.unsqueeze(1) + ahead, final)  # (steps, horizon, matches, own seats)
             h = torch.cat((torch.zeros_like(h[:1]), h[:-1]))
             q = self.online["agents"].compare(obs, last_action, h, seat, codes, candidates)
-            value = torch.where(avail.unsqueeze(1), q, 0.0).sum(
-                -1
-            )  # ranks as the mean does: all candidates have as many actions
+            # the sum ranks as the mean does: all candidates have as many actions
+            value = torch.where(avail.unsqueeze(1), q, 0.0).sum(-1)
             k = value.argmax(1) if self.args.subgoal_mode == "optimistic" else value.argmin(1)
         else:
             k = torch.full_like(last_action, 0 if self.args.selector == "next" else int(self.args.selector) - 1)
@@ -1200,6 +1208,7 @@ if __name__ == "__main__":
     kept += ["state"] * (args.subgoal_input == "state") + ["mean", "log_variance"] * (args.mix == "kl-target")
     rollout = Rollout(env, agents, inference, kept, team)
     eval_rollout = Rollout(eval_env, steady, inference, SEEN, eval_team)
+    args.buffer_size = args.buffer_size or usual_size(rollout.story, args)
     buffer = Buffer(
         rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
     )

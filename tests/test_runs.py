@@ -668,6 +668,25 @@ def test_the_buffer_that_would_fit_does(monkeypatch):
     assert IQL.Buffer(story, 250, torch.device("cpu"), 0).data["obs"].shape == (9, 250, 1000)
 
 
+@pytest.mark.parametrize(
+    ("options", "kilobytes", "size"),
+    [
+        ({"cuda": False, "team": "scripted"}, 1, 4096),
+        ({"cuda": True, "team": "self"}, 1, 8192),
+        ({"cuda": True, "team": "scripted"}, 100, 32768),
+        ({"cuda": True, "team": "scripted"}, 256, 16384),  # 4 GiB of them
+        ({"cuda": True, "team": "scripted"}, 5000, 8192),
+        ({"cuda": False, "team": "self", "num_envs": 5000}, 1, 5000),
+        ({"cuda": False, "team": "self", "batch_size": 6000}, 1, 6000),
+    ],
+)
+@EVERY
+def test_the_usual_buffer(name, options, kilobytes, size):
+    args = SCRIPTS[name].Args(**{"num_envs": 4, "batch_size": 4, **options})
+    assert SCRIPTS[name].usual_size({"obs": torch.zeros(2, 3, kilobytes * 128)}, args) == size
+    assert args.buffer_size is None
+
+
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux says so")
 def test_memory_that_caches_files_counts_as_free():
     assert IQL.free_memory() >= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
