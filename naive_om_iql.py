@@ -420,12 +420,15 @@ class Rollout:
         return self.story["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
 
 
+def bytes_of_episode(story):
+    return sum(values[:, 0].nbytes for values in story.values())
+
+
 def usual_size(story, args):
     """Episodes in the buffer by default. One learner among others does better with more of them, if they are small."""
     size = 8192 if args.cuda else 4096
     if args.cuda and args.team != "self":
-        each = sum(values[:, 0].nbytes for values in story.values())
-        size = max(size, min(4 * size, 4 * 2**30 // each))
+        size = max(size, min(4 * size, 4 * 2**30 // bytes_of_episode(story)))
     return max(size, args.num_envs, args.batch_size)
 
 
@@ -433,7 +436,7 @@ class Buffer:
     """A ring of episodes, time first: (steps + 1, episodes, ...)."""
 
     def __init__(self, story, size, device, seed):
-        each = sum(values[:, 0].nbytes for values in story.values())
+        each = bytes_of_episode(story)
         room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else free_memory()
         takes, fits = f"{each * size / 2**30:.2f} GiB on the {device.type.upper()}", int(0.9 * min(room / each, 2**31))
         print(f"The replay buffer takes {takes}, {each / 2**10:.0f} KiB an episode.")

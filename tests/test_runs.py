@@ -680,11 +680,16 @@ def test_the_buffer_that_would_fit_does(monkeypatch):
         ({"cuda": False, "team": "self", "batch_size": 6000}, 1, 6000),
     ],
 )
+def test_the_usual_buffer(options, kilobytes, size):
+    args = IQL.Args(**{"num_envs": 4, "batch_size": 4, **options})
+    assert IQL.usual_size({"obs": torch.zeros(2, 3, kilobytes * 128)}, args) == size
+
+
 @EVERY
-def test_the_usual_buffer(name, options, kilobytes, size):
-    args = SCRIPTS[name].Args(**{"num_envs": 4, "batch_size": 4, **options})
-    assert SCRIPTS[name].usual_size({"obs": torch.zeros(2, 3, kilobytes * 128)}, args) == size
-    assert args.buffer_size is None
+def test_a_run_has_the_usual_buffer_and_says_so(name, tmp_path):
+    names = train(name, tmp_path, buffer_size=None, total_timesteps=1)
+    assert len(names["buffer"].lengths) == 4096
+    assert read(names["run"] / "checkpoint.pt")["args"]["buffer_size"] == 4096
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux says so")
