@@ -512,7 +512,8 @@ def test_game_whose_process_was_killed_is_not_left_behind(world):
 
 
 SCRIPT = """
-import sys, torch, envs
+import signal, sys, torch, envs
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background may have it ignored
 env = envs.make("sc2/3m", num_envs=2, autoreset=True)
 env.reset()
 print("ready", flush=True)
