@@ -620,6 +620,21 @@ class Learner:
         self.model_sums = torch.zeros(sum(self.model_sizes), device=env.device)
         self.mix_chance = torch.zeros((), device=env.device)
         self.mixing = args.mix == "q-input" and args.q_subgoal != "inferred"
+        self.side, self.shared = torch.cuda.Stream() if args.cuda else None, ()
+
+    @contextlib.contextmanager
+    def beside(self):
+        """On the GPU what is inside runs at the same time as what follows it, up to `meet`."""
+        if self.side is None:
+            yield
+            return
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            yield
+
+    def meet(self):
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
 
     def learn(self, buffer, updates):
         """Updates, each from a batch of episodes."""
@@ -728,11 +743,17 @@ class Learner:
         action, reward, avail, alive = batch["action"][:-1], batch["reward"][:-1], batch["avail"], batch["alive"]
         obs, before, time_left = self.inputs(batch)
         start, seat = self.online["agents"].start(*action.shape[1:]), batch["seat"][0]
-        inferred, memory, code = self.infer(obs, batch["all_action"][:-1], seat)
+        with self.beside():  # then its gradient, too, is taken beside the Q-network's
+            inferred, memory, code = self.infer(obs, batch["all_action"][:-1], seat)
+        self.meet()
+        subgoal = inferred.detach()
         with torch.set_grad_enabled(not self.mixing):  # this unroll is learned by if no subgoal is replaced
-            q, h = self.online["agents"](obs, before, start, seat, inferred.detach())
-        subgoal, model_loss = self.model_loss(batch, obs, before, time_left, h.detach(), inferred, memory, code)
+            q, h = self.online["agents"](obs, before, start, seat, subgoal)
+        with self.beside():
+            mixed, model_loss = self.model_loss(batch, obs, before, time_left, h.detach(), inferred, memory, code)
         if self.mixing:
+            self.meet()
+            subgoal = mixed
             q, h = self.online["agents"](obs, before, start, seat, subgoal)
         chosen = value_of(action, q[:-1])  # (steps, matches, seats)
         with torch.no_grad():
@@ -749,6 +770,8 @@ class Learner:
             reward = torch.where(mask, reward, 0.0)
             target = lambda_returns(reward, following, ended, last, self.args.gamma, self.args.td_lambda)
         error = torch.where(mask, chosen - target, 0.0)
+        self.meet()
+        self.shared = obs, subgoal  # gradients on both sides need them: not to be freed before both are taken
         return error.square().sum() / mask.sum(), model_loss, torch.where(mask, chosen, 0.0).sum() / mask.sum()
 
     def update(self, batch):

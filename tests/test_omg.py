@@ -471,6 +471,23 @@ def test_updates_without_mixing_are_those_of_a_chance_of_0(omg):
     assert all(map(torch.equal, *losses))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("chance", [0.5, 0.0])
+def test_a_second_stream_changes_no_weight_on_cuda(omg, chance):
+    env, weights = sizes(device=torch.device("cuda")), []
+    batch = {name: values.to(env.device) for name, values in episodes(env, [40] * 20, [[0, 1]] * 20).items()}
+    for streams in (1, 2):
+        learner = make_learner(omg, env, cuda=True)
+        learner.mix(chance)
+        assert learner.side is not None
+        learner.side = learner.side if streams == 2 else None
+        update = omg.Graphed(lambda learner=learner: learner.update(batch), env.device)
+        for _ in range(5):  # the first as it is, the others as a graph
+            update()
+        weights.append([*learner.parameters, *learner.target_parameters, *learner.model_parameters])
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
 def test_the_target_of_the_divergence_is_mixed_at_its_chance(omg, monkeypatch):
     env, targets = sizes(), []
     learner = make_learner(omg, env, mix="kl-target")
