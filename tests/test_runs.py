@@ -675,7 +675,11 @@ def test_the_buffer_that_would_fit_does(monkeypatch):
         ({"cuda": True, "team": "self"}, 1, 8192),
         ({"cuda": True, "team": "scripted"}, 100, 32768),
         ({"cuda": True, "team": "scripted"}, 256, 16384),  # 4 GiB of them
-        ({"cuda": True, "team": "scripted"}, 5000, 8192),
+        ({"cuda": True, "team": "scripted"}, 1024, 8192),
+        ({"cuda": True, "team": "scripted"}, 4096, 4096),  # 16 GiB
+        ({"cuda": True, "team": "self"}, 4096, 4096),
+        ({"cuda": False, "team": "self"}, 4096, 2048),  # 8 GiB
+        ({"cuda": False, "team": "self", "num_envs": 3000}, 4096, 3000),
         ({"cuda": False, "team": "self", "num_envs": 5000}, 1, 5000),
         ({"cuda": False, "team": "self", "batch_size": 6000}, 1, 6000),
     ],
