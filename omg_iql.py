@@ -537,10 +537,10 @@ def bytes_of_episode(story):
 
 def usual_size(story, args):
     """Episodes in the buffer by default. One learner among others does better with more of them, if they are small."""
-    size, per_gigabyte = 8192 if args.cuda else 4096, 2**30 // bytes_of_episode(story)
+    size, each = 8192 if args.cuda else 4096, bytes_of_episode(story)
     if args.cuda and args.team != "self":
-        size = max(size, min(4 * size, 4 * per_gigabyte))
-    most = (16 if args.cuda else 8) * per_gigabyte  # only episodes of very many units are so large
+        size = max(size, min(4 * size, 4 * 2**30 // each))
+    most = (16 if args.cuda else 8) * 2**30 // each  # only episodes of very many units are so large
     return max(min(size, most), args.num_envs, args.batch_size)
 
 
@@ -717,18 +717,18 @@ class Learner:
             drawn, seat, avail = sample(*codes), batch["seat"][0], batch["avail"][:-1]
             index, k = self.select(obs[:-1], before[:-1], h[:-1], seat, avail, drawn, final)
             where = index.unsqueeze(-1).expand(-1, -1, -1, args.latent_dim)
-            goal, subgoal = [values.gather(0, where) for values in codes], inferred[:-1]
+            goal, subgoal = [values.gather(0, where) for values in codes], inferred.detach()
             if self.mixing or args.mix == "kl-target":
                 chance = {"mixed": self.mix_chance, "inferred": 0.0, "selected": 1.0}[args.q_subgoal]
                 hindsight = ((torch.rand(index.shape, device=obs.device) < chance) & real).unsqueeze(-1)
                 if args.mix == "q-input":
-                    subgoal = torch.where(hindsight, drawn.gather(0, where), subgoal)
+                    subgoal = torch.where(hindsight, drawn.gather(0, where), inferred[:-1])
+                    subgoal = torch.cat((subgoal, inferred[-1:]))
                 else:  # as in the released code: else the divergence is from what was inferred while acting
                     played = (
                         torch.where(there.unsqueeze(-1), batch[name][:-1], 0.0) for name in ("mean", "log_variance")
                     )
                     goal = [torch.where(hindsight, *pair) for pair in zip(goal, played)]
-            subgoal = torch.cat((subgoal, inferred[-1:]))
         said = inferred[:-1], memory[:-1], [values[:-1] for values in code]
         recon, kl_per_dim = self.model["inference"].errors(obs[:-1], *said, goal)
         selected_k = k.clamp(max=args.horizon - 1).unsqueeze(-1) == torch.arange(args.horizon, device=obs.device)

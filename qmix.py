@@ -438,10 +438,10 @@ def bytes_of_episode(story):
 
 def usual_size(story, args):
     """Episodes in the buffer by default. One learner among others does better with more of them, if they are small."""
-    size, per_gigabyte = 8192 if args.cuda else 4096, 2**30 // bytes_of_episode(story)
+    size, each = 8192 if args.cuda else 4096, bytes_of_episode(story)
     if args.cuda and args.team != "self":
-        size = max(size, min(4 * size, 4 * per_gigabyte))
-    most = (16 if args.cuda else 8) * per_gigabyte  # only episodes of very many units are so large
+        size = max(size, min(4 * size, 4 * 2**30 // each))
+    most = (16 if args.cuda else 8) * 2**30 // each  # only episodes of very many units are so large
     return max(min(size, most), args.num_envs, args.batch_size)
 
 

@@ -19,7 +19,7 @@ from envs.battle_data import MAPS
 
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
 INFO = ["state", "avail", "alive", "won", "invalid"]
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 
 
 def stops(env):
@@ -72,7 +72,7 @@ def test_unknown_device_names_those_there_are(device):
         envs.make("3m", device=device)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a GPU here")
 def test_cuda_without_a_gpu_is_refused():
     with pytest.raises(ValueError, match="cpu"):
         envs.make("3m", device="cuda")
@@ -393,7 +393,7 @@ def test_a_match_does_not_depend_on_how_many_are_played_with_it(name):
             assert torch.equal(a[key], b[key][:4]), key
 
 
-@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="there is only one core here")
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="numba has one thread here")
 def test_number_of_threads_changes_nothing():
     before = numba.get_num_threads()
     histories = []

@@ -20,7 +20,7 @@ CHAPTER = (
 )
 EXAMPLE, USE = (block.split("```")[0] for block in CHAPTER.split("```python\n")[1:])
 LEFT, RIGHT, STAY = range(3)
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 
 
 def load(folder, text=EXAMPLE):

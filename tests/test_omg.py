@@ -471,7 +471,7 @@ def test_updates_without_mixing_are_those_of_a_chance_of_0(omg):
     assert all(map(torch.equal, *losses))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 @pytest.mark.parametrize("chance", [0.5, 0.0])
 def test_a_second_stream_changes_no_weight_on_cuda(omg, chance):
     env, weights = sizes(device=torch.device("cuda")), []

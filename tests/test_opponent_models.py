@@ -360,7 +360,7 @@ def test_runs_with_other_choices(name, arguments, tmp_path):
 
 
 @ALL
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 def test_a_run_on_the_gpu_is_captured_and_the_same_again(name, tmp_path):
     setting = ("--env-id", "stag_hunt_4x4", "--cuda", "--total-timesteps", "1500", "--final-eval-episodes", "16")
     one, other = (omg.run(tmp_path / part, *setting, script=name) for part in ("a", "b"))

@@ -182,7 +182,7 @@ def test_after_an_autoreset_the_scene_is_the_new_match():
     assert (scene["step"], scene["status"], scene["shots"]) == (0, "running", [])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 def test_scenes_and_pictures_are_the_same_on_cuda():
     scenes = []
     for device in ("cpu", "cuda"):

@@ -16,7 +16,7 @@ UP, DOWN, LEFT, RIGHT, STAY, STAG, HARE = range(7)
 MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
 NS, NH, RAND = range(3)
 COPIES = 8  # of a match placed by hand: the fewest that run on threads, so that only this form is compiled here
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 
 
 # ---- grids placed by hand, and what is read back from them ----

@@ -20,7 +20,7 @@ NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
 FAKE = Path(__file__).parent / "fake_smac"
 INSTALL = 'pip install "smac @ git+https://github.com/oxwhirl/smac.git" "tensorboard==2.20.0" "wandb==0.25.0"'
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 
 
 def is_running(pid):

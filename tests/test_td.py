@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 SEATS, ACTIONS, STATE, ROWS = 3, 4, 5, 17
 EVERY = pytest.mark.parametrize("name", SCRIPTS)
 IQL, VDN, QMIX = SCRIPTS.values()
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 
 
 @pytest.fixture(autouse=True)
