@@ -63,7 +63,7 @@ class Args:
     pool_timesteps: int | None = None
     """steps of a run to play with (default: 10 million on the GPU, 500,000 on the CPU)"""
     learner_timesteps: int | None = None
-    """steps of a learner (default: 10 million on the GPU, 500,000 on the CPU)"""
+    """steps of a learner (default: 10 million on the GPU, 2 million on the CPU)"""
     episodes: int | None = None
     """matches of every learner with every stranger (default: 128)"""
     out: str | None = None
@@ -88,10 +88,10 @@ class Evaluation(Job):
 
 def fill_in(args):
     """Puts the sizes in that were not given."""
-    steps = 3000 if args.quick else 10_000_000 if args.cuda else 500_000
+    steps = (3000, 3000) if args.quick else (10_000_000, 10_000_000) if args.cuda else (500_000, 2_000_000)
     usual = {"pool_runs": 2, "test_runs": 1, "seeds": 1, "episodes": 8} if args.quick else {}
     usual = {"pool_runs": 10, "test_runs": 10, "seeds": 5, "episodes": 128, **usual}
-    usual |= {"pool_timesteps": steps, "learner_timesteps": steps}
+    usual |= dict(zip(("pool_timesteps", "learner_timesteps"), steps))
     usual["out"] = f"runs/{'quick' if args.quick else 'paper'}_{args.map.replace('/', '-')}"
     for name, value in usual.items():
         if getattr(args, name) is None:

@@ -70,9 +70,9 @@ class Args:
     teammate_epsilon: float = 0.0
     """the others' chance of a random action (networks only)"""
     num_envs: int | None = None
-    """matches played at a time (default: 1024 on the GPU, 64 on the CPU, 8 of the real game)"""
+    """matches played at a time (default: 1024 on the GPU, 64 or for one seat 512 on the CPU, 8 of the real game)"""
     total_timesteps: int | None = None
-    """environment steps of the run, all matches together (default: 20 million on the GPU, 1 million on the CPU)"""
+    """environment steps of the run (default: 20 million on the GPU, 1 million or for one seat 4 million on the CPU)"""
     eval_interval: int | None = None
     """environment steps between greedy evaluations (default: a 50th of the run; PyMARL: 10,000)"""
     eval_episodes: int = 128
@@ -91,13 +91,13 @@ class Args:
     tau: float = 0.005
     """how far the target network, which plays greedily, moves to the online one with every update"""
     buffer_size: int | None = None
-    """episodes in the replay buffer (default: 8192 on the GPU, 4096 on the CPU; of one seat up to 32,768 on the GPU)"""
+    """episodes in the replay buffer (default: 8192 on the GPU, 4096 on the CPU; for one seat up to four times that)"""
     buffer_device: str = "same"
     """where the replay buffer is kept: same (as the networks) or cpu"""
     batch_size: int | None = None
     """episodes in an update (default: 64 on the GPU, 32 on the CPU)"""
     train_frequency: int | None = None
-    """steps for each update (default: 2000 on the GPU, 200 on the CPU, half of it for one seat; 60 of the real game)"""
+    """steps for each update (default: 2000 on the GPU, 200 on the CPU; for one seat 1000, 400; 60 of the real game)"""
     start_e: float = 1.0
     """exploration at the start: the chance of a random action"""
     end_e: float = 0.05
@@ -166,9 +166,11 @@ def check(args):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
     usual = {"total_timesteps": (20_000_000, 1_000_000), "batch_size": (64, 32)}
-    usual |= {"num_envs": (1024, 64), "train_frequency": (2000, 200) if args.team == "self" else (1000, 100)}
+    usual |= {"num_envs": (1024, 64), "train_frequency": (2000, 200)}
     if args.env_id.startswith("sc2/"):  # a game that takes its time is learned from more often
         usual |= {"num_envs": (8, 8), "train_frequency": (60, 60)}
+    elif args.team != "self":  # a match has less to learn from
+        usual |= {"total_timesteps": (20_000_000, 4_000_000), "num_envs": (1024, 512), "train_frequency": (1000, 400)}
     for name, (on_gpu, on_cpu) in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, on_gpu if args.cuda else on_cpu)
@@ -439,8 +441,8 @@ def bytes_of_episode(story):
 def usual_size(story, args):
     """Episodes in the buffer by default. One learner among others does better with more of them, if they are small."""
     size, each = 8192 if args.cuda else 4096, bytes_of_episode(story)
-    if args.cuda and args.team != "self":
-        size = max(size, min(4 * size, 4 * 2**30 // each))
+    if args.team != "self":
+        size = max(size, min(4 * size, (4 if args.cuda else 2) * 2**30 // each))
     most = (16 if args.cuda else 8) * 2**30 // each  # only episodes of very many units are so large
     return max(min(size, most), args.num_envs, args.batch_size)
 

@@ -389,7 +389,7 @@ def test_an_ego_learns_on_among_the_others(runs, tmp_path, capfd):
     assert results["adapted"] == {runs["qmix"]: str(run)}
     learned = json.loads((run / "results.json").read_text())
     settings = learned["args"]
-    assert learned["updates"] > 0 and settings["train_frequency"] == 100  # one seat's, not the ego's
+    assert learned["updates"] > 0 and settings["train_frequency"] == 100  # not the ego's
     assert (settings["init"], settings["team"], settings["pool"]) == (runs["qmix"], "2other1learner", [*args.others])
     assert (learned["algorithm"], settings["start_e"], settings["end_e"], settings["hidden_dim"]) == (
         "iql",

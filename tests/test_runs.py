@@ -671,7 +671,10 @@ def test_the_buffer_that_would_fit_does(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "kilobytes", "size"),
     [
-        ({"cuda": False, "team": "scripted"}, 1, 4096),
+        ({"cuda": False, "team": "self"}, 1, 4096),
+        ({"cuda": False, "team": "scripted"}, 100, 16384),
+        ({"cuda": False, "team": "scripted"}, 256, 8192),  # 2 GiB of them
+        ({"cuda": False, "team": "scripted"}, 1024, 4096),
         ({"cuda": True, "team": "self"}, 1, 8192),
         ({"cuda": True, "team": "scripted"}, 100, 32768),
         ({"cuda": True, "team": "scripted"}, 256, 16384),  # 4 GiB of them
@@ -687,6 +690,21 @@ def test_the_buffer_that_would_fit_does(monkeypatch):
 def test_the_usual_buffer(options, kilobytes, size):
     args = IQL.Args(**{"num_envs": 4, "batch_size": 4, **options})
     assert IQL.usual_size({"obs": torch.zeros(2, 3, kilobytes * 128)}, args) == size
+
+
+@pytest.mark.parametrize(
+    ("env_id", "team", "sizes"),
+    [
+        ("3m", "self", (64, 1_000_000, 200)),
+        ("3m", "scripted", (512, 4_000_000, 400)),
+        ("sc2/3m", "self", (8, 1_000_000, 60)),
+        ("sc2/3m", "2nearest1learner", (8, 1_000_000, 60)),
+    ],
+)
+def test_the_usual_sizes_on_the_cpu(env_id, team, sizes):
+    args = IQL.Args(env_id=env_id, team=team)
+    IQL.check(args)
+    assert (args.num_envs, args.total_timesteps, args.train_frequency) == sizes
 
 
 @EVERY
