@@ -180,6 +180,8 @@ def make_env(args, num_envs, device, seed):
 
 
 def make_team(args, env, seed):
+    if env.n_agents == 1:
+        raise SystemExit("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
         return Team(env, args.team, ("liam", "learner"), *others, seed)

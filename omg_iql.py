@@ -218,6 +218,8 @@ def make_env(args, num_envs, device, seed):
 
 
 def make_team(args, env, seed, understudy=False):
+    if env.n_agents == 1:
+        raise SystemExit("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
         return Team(env, args.team, ("omg", "iql_omg", "learner"), *others, seed, understudy)
@@ -999,10 +1001,9 @@ def analyse(args, learner, rollout, matches=64):
     fixed = there & (policy >= 0)  # the next seat may be the learner's too
     if len(policy[fixed].unique()) > 1:
         numbers["teammate_probe"] = probe(mean[fixed], policy[fixed], int(policy.max()) + 1, first_half[fixed])
-    if env.n_agents > 1:
-        moves = there & batch["all_alive"].gather(-1, other)
-        action = batch["all_action"].gather(-1, other)
-        numbers["next_action_probe"] = probe(mean[moves], action[moves], env.n_actions, first_half[moves])
+    moves = there & batch["all_alive"].gather(-1, other)
+    action = batch["all_action"].gather(-1, other)
+    numbers["next_action_probe"] = probe(mean[moves], action[moves], env.n_actions, first_half[moves])
     return numbers
 
 

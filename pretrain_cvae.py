@@ -57,7 +57,7 @@ class Args:
     teammate_epsilon: float = 0.0
     """the others' chance of a random action (networks only)"""
     num_envs: int | None = None
-    """matches played at a time (default: 1024 on the GPU, 64 on the CPU, 8 of the real game)"""
+    """matches played at a time (default: 1024 on the GPU, 64 or for one seat 512 on the CPU, 8 of the real game)"""
 
     pretrain_timesteps: int | None = None
     """environment steps to collect (default: 2 million on the GPU, 100,000 on the CPU)"""
@@ -113,7 +113,7 @@ def check(args):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
     usual = {"pretrain_timesteps": (2_000_000, 100_000)}
-    usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64)
+    usual["num_envs"] = (8, 8) if args.env_id.startswith("sc2/") else (1024, 64 if args.team == "self" else 512)
     for name, (on_gpu, on_cpu) in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, on_gpu if args.cuda else on_cpu)
@@ -127,6 +127,8 @@ def make_env(args, num_envs, device, seed):
 
 
 def make_team(args, env, seed, understudy=False):
+    if env.n_agents == 1:
+        raise SystemExit("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
         return Team(env, args.team, ("omg", "iql_omg", "learner"), *others, seed, understudy)

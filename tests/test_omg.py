@@ -876,6 +876,7 @@ def test_a_pretrained_file_is_the_start_and_must_fit(omg, tmp_path):
         ({"teammate_epsilon": 2.0}, "--teammate-epsilon is from 0 to 1"),
         ({"kl_weight": -1.0}, "--kl-weight is from 0 to 1"),
         ({"team": "1omg"}, "--team 1omg: team '1omg' has 1 seats, but 3m has 3"),
+        ({"env_id": "stag_hunt_4x4", "n_agents": 1}, "--n-agents 1: there is nobody to model"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(omg, changes, says):

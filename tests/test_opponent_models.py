@@ -437,6 +437,7 @@ def test_a_run_starts_from_the_networks_of_another(name, whole, tmp_path):
         ({"gamma": float("nan")}, "--gamma is from 0 to 1"),
         ({"checkpoint_interval": -1.0}, "--checkpoint-interval is from 0 up"),
         ({"team": "1learner"}, "--team 1learner: team '1learner' has 1 seats, but 3m has 3"),
+        ({"n_agents": 1}, "--n-agents 1: there is nobody to model"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(name, changes, says):
