@@ -349,7 +349,7 @@ def adapt(args, ego, saved):
         "env_id": args.env_id, "team": args.team.replace("ego", "learner"), "pool": args.others, "seat": "rotate",
         "mix_teammates": "homologue" not in args.groups, "total_timesteps": args.adapt,
         "eval_interval": max(args.adapt // 20, 1), "start_e": 0.05, "end_e": 0.05, "vae": None,
-        "train_frequency": 1000 if args.cuda else 100,
+        "train_frequency": None if args.env_id.startswith("sc2/") else 1000 if args.cuda else 100,
     }  # fmt: skip
     known = play.load_script(script, ego).Args.__dataclass_fields__
     command = [sys.executable, str(Path(__file__).parent / f"{script}.py")]
