@@ -8,6 +8,7 @@ has `play` make the programs of four functions of one match: `reset_one`, `step_
 
 import functools
 import hashlib
+from collections import namedtuple
 from pathlib import Path
 
 import gymnasium
@@ -24,75 +25,155 @@ OUTPUTS = ("obs", "state", "avail", "alive", "reward", "terminated", "truncated"
 FINAL = ("final_obs", "final_state", "final_avail")
 HANDS = ("actions", "mask", "policy", "scripted")  # what comes in, and what the scripted policies say
 TENSORS = ("match", *OUTPUTS, *FINAL, *HANDS)  # what the game of every batch has
-RULE = ("agents", "limit", "autoreset", "idle")  # numbers that `play` goes by; idle: the action of a match that is over
+# Numbers that every life cycle goes by. idle: the action of a match that is over.
+RULE = ("agents", "actions", "obs_dim", "state_dim", "limit", "autoreset", "idle")
 
 
-# ---- a program made of functions of one match, for CPU and CUDA: templates, whose last names are bound by `play` ----
-# The first lane plays the rules; all of them write what is seen.
-def _program(op, m, lane, lanes, rule, game):
-    stage = game.match[m, STAGE]
+# ---- the life cycle of a match, for CPU and CUDA: templates, whose last free names `life_cycle` binds ----
+# A match m has its outputs in row m of `game` and its simulation in row `row` of `g`, which has `match` and `rule`.
+def _advance(op, m, row, lane, lanes, g, game):
+    """Plays a step or freezes the match. Returns whether the match plays, whether to show it, whether to restart it."""
+    rule, match = g.rule, g.match
+    stage = match[row, STAGE]
     playing = op == PLAY and stage == RUNNING
     freezing = op == PLAY and stage == OVER
     restarting = op == RESTART and game.mask[m]
     barrier()
-    if playing and lane == 0:
-        terminated, won = step_one(m, rule, game)
-        game.match[m, STEP] += 1
-        truncated = not terminated and game.match[m, STEP] >= rule.limit
-        if terminated or truncated:
-            game.match[m, STAGE] = OVER
-        game.terminated[m], game.truncated[m], game.won[m] = terminated, truncated, won and (terminated or truncated)
+    if op == PLAY:
+        terminated, won = step_match(playing, m, row, lane, lanes, g, game)
+        if playing and lane == 0:
+            match[row, STEP] += 1
+            truncated = not terminated and match[row, STEP] >= rule.limit
+            over = terminated or truncated
+            if over:
+                match[row, STAGE] = OVER
+            game.terminated[m], game.truncated[m], game.won[m] = terminated, truncated, won and over
+        if freezing:
+            freeze_match(m, row, lane, lanes, g, game)
+            for a in range(lane, rule.agents, lanes):
+                game.reward[m, a] = 0
+            if lane == 0:
+                match[row, STAGE] = FROZEN
+        barrier()
+    return playing, playing or freezing or op == LOOK, restarting
+
+
+def _restart(playing, restarting, m, row, lane, lanes, g, game):
+    """Sets up the next match if asked to, or by autoreset. Returns whether it did."""
+    rule, match = g.rule, g.match
+    finished = playing and rule.autoreset == 1 and match[row, STAGE] == OVER
+    restarting = restarting or finished
     barrier()
-    over = game.match[m, STAGE] == OVER
-    if playing or (op == LOOK and stage != FROZEN):
-        observe_one(m, lane, lanes, rule, game)
-    elif freezing or op == LOOK:
-        freeze(m, lane, lanes, rule, game)
-    barrier()
-    if playing and over and rule.autoreset:
+    if finished:
         keep(m, lane, lanes, rule, game)
-        restarting = True
     elif restarting:
         for a in range(lane, rule.agents, lanes):
             game.reward[m, a] = 0
         if lane == 0:
             game.terminated[m], game.truncated[m], game.won[m] = False, False, False
-    barrier()
     if restarting and lane == 0:
-        game.match[m, EPISODE] += 1
-        game.match[m, STEP], game.match[m, STAGE] = 0, RUNNING
-        reset_one(m, rule, game)
+        match[row, EPISODE] += 1
+        match[row, STEP], match[row, STAGE] = 0, RUNNING
     barrier()
     if restarting:
-        observe_one(m, lane, lanes, rule, game)
+        reset_match(m, row, lane, lanes, g, game)
+    barrier()
+    return restarting
 
 
-@scalar
-def freeze(m, lane, lanes, rule, game):
-    """A match that is over: nothing to see, nobody alive, only the idle action available."""
-    for a in range(rule.agents):
-        for column in range(lane, game.obs.shape[2], lanes):
-            game.obs[m, a, column] = 0
-        for action in range(lane, game.avail.shape[2], lanes):
-            game.avail[m, a, action] = action == rule.idle
-    for a in range(lane, rule.agents, lanes):
-        game.alive[m, a], game.reward[m, a] = False, 0
-    for column in range(lane, game.state.shape[1], lanes):
-        game.state[m, column] = 0
-    if lane == 0:
-        game.match[m, STAGE] = FROZEN
+def _in_a_row(op, m, row, lane, lanes, g, game):
+    playing, shown, restarting = advance(op, m, row, lane, lanes, g, game)
+    observe_match(shown, m, row, lane, lanes, g, game)
+    restarted = restart(playing, restarting, m, row, lane, lanes, g, game)
+    observe_match(restarted, m, row, lane, lanes, g, game)
+
+
+def _in_a_loop(op, m, row, lane, lanes, g, game):
+    playing, shown, restarting = advance(op, m, row, lane, lanes, g, game)
+    for turn in range(2):
+        if turn == 1:
+            shown = restart(playing, restarting, m, row, lane, lanes, g, game)
+        observe_match(shown, m, row, lane, lanes, g, game)
+
+
+def bind(template, name, **functions):
+    """The template as a function for compiled code, under this name, with `functions` in place of its free names."""
+    return scalar(vector.rebind(template, name, **functions))
+
+
+def life_cycle(name, step_match, freeze_match, reset_match, observe_match, compact=False):
+    """What one call does for a match, `run(op, m, row, lane, lanes, g, game)`, made of the parts of an environment:
+
+        step_match(playing, ...)    plays a step if the match is `playing`; returns (terminated, won) in the first lane
+        freeze_match(...)           prepares a match that is over for being shown as frozen
+        reset_match(...)            sets up a match
+        observe_match(shown, ...)   writes obs, state, avail and alive if the match is to be `shown`
+
+    `...` is m, row, lane, lanes, g, game. All lanes of all matches call step_match and observe_match, which may
+    therefore call barrier(). `compact` code has observe_match once, not twice; on CUDA this can take more registers.
+    """
+    advance = bind(_advance, f"{name}_advance", step_match=step_match, freeze_match=freeze_match)
+    restart = bind(_restart, f"{name}_restart", reset_match=reset_match)
+    parts = {"advance": advance, "restart": restart, "observe_match": observe_match}
+    return bind(_in_a_loop if compact else _in_a_row, f"{name}_life_cycle", **parts)
 
 
 @scalar
 def keep(m, lane, lanes, rule, game):
-    """The last observation, state and mask of a match whose next one starts in the same step."""
+    """Copies the last observation, state and mask of a match whose next one starts in the same step."""
     for a in range(rule.agents):
-        for column in range(lane, game.obs.shape[2], lanes):
+        for column in range(lane, rule.obs_dim, lanes):
             game.final_obs[m, a, column] = game.obs[m, a, column]
-        for action in range(lane, game.avail.shape[2], lanes):
+        for action in range(lane, rule.actions, lanes):
             game.final_avail[m, a, action] = game.avail[m, a, action]
-    for column in range(lane, game.state.shape[1], lanes):
+    for column in range(lane, rule.state_dim, lanes):
         game.final_state[m, column] = game.state[m, column]
+
+
+# ---- the parts of the life cycle of an environment that is four functions of one match: templates too ----
+# The first lane plays the rules; all of them write what is seen.
+Simulation = namedtuple("Simulation", "match rule")
+
+
+def _step_match(playing, m, row, lane, lanes, g, game):
+    terminated, won = False, False
+    if playing and lane == 0:
+        terminated, won = step_one(m, g.rule, game)
+    return terminated, won
+
+
+def _freeze_match(m, row, lane, lanes, g, game):
+    pass
+
+
+def _reset_match(m, row, lane, lanes, g, game):
+    if lane == 0:
+        reset_one(m, g.rule, game)
+
+
+def _observe_match(shown, m, row, lane, lanes, g, game):
+    if shown and game.match[m, STAGE] == FROZEN:
+        blank(m, lane, lanes, g.rule, game)
+    elif shown:
+        observe_one(m, lane, lanes, g.rule, game)
+
+
+@scalar
+def blank(m, lane, lanes, rule, game):
+    """A frozen match: nothing to see, nobody alive, only the idle action available."""
+    for a in range(rule.agents):
+        for column in range(lane, rule.obs_dim, lanes):
+            game.obs[m, a, column] = 0
+        for action in range(lane, rule.actions, lanes):
+            game.avail[m, a, action] = action == rule.idle
+    for a in range(lane, rule.agents, lanes):
+        game.alive[m, a] = False
+    for column in range(lane, rule.state_dim, lanes):
+        game.state[m, column] = 0
+
+
+def _program(op, m, lane, lanes, rule, game):
+    run_match(op, m, m, lane, lanes, Simulation(game.match, rule), game)
 
 
 def _scripted(op, m, lane, lanes, rule, game):
@@ -102,12 +183,15 @@ def _scripted(op, m, lane, lanes, rule, game):
 
 @functools.cache
 def _programs(*functions):
-    """What `play` runs: programs made of functions of one match."""
+    """What `play` runs: the program of the life cycle and that of the scripted policies."""
     source = Path(functions[0].__code__.co_filename).read_bytes()
     edition = hashlib.sha256(source).hexdigest()[:8]  # by itself Numba's cache would not see edits of that file
     where = f"{functions[0].__module__.replace('.', '_')}_{edition}"
     names = {function.__name__: function for function in functions}
-    return [scalar(vector.rebind(program, f"{where}{program.__name__}", **names)) for program in (_program, _scripted)]
+    templates = (_step_match, _freeze_match, _reset_match, _observe_match)
+    parts = {part.__name__[1:]: bind(part, f"{where}{part.__name__}", **names) for part in templates}
+    run_match = life_cycle(where, **parts)
+    return bind(_program, f"{where}_program", run_match=run_match), bind(_scripted, f"{where}_scripted", **names)
 
 
 class Batch:
@@ -174,6 +258,11 @@ class Batch:
         hands = {"actions": self.actions, "mask": self._mask, "policy": self._policy, "scripted": self._scripted}
         return {**self._simulation, **self._outputs, **hands}
 
+    def _rule_numbers(self, idle):
+        """The numbers of RULE, by name."""
+        sizes = (self.n_agents, self.n_actions, self.obs_dim, self.state_dim)
+        return dict(zip(RULE, (*sizes, self.episode_limit, int(self.autoreset), idle)))
+
     def play(self, functions, game_type, rule_type, idle, tensors=None, lanes=16, **numbers):
         """Plays by `functions`: reset_one, step_one, observe_one, act_one.
 
@@ -182,8 +271,7 @@ class Batch:
         """
         everything = {**self._tensors(), **(tensors or {})}
         game = game_type(**{name: vector.view(everything[name]) for name in game_type._fields})
-        common = (self.n_agents, self.episode_limit, int(self.autoreset), idle)
-        rule = rule_type(**dict(zip(RULE, common)), **numbers)
+        rule = rule_type(**self._rule_numbers(idle), **numbers)
         self._run, self._act = (
             vector.Runner(program, rule, game, self.device, lanes) for program in _programs(*functions)
         )

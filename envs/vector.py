@@ -3,7 +3,8 @@
 A game is a *program*, `run_one(op, m, lane, lanes, rule, game)`: what `lanes` workers do together for match `m` of the
 batch. On the CPU one thread is all the workers of a match (lane 0 of 1). On CUDA a match has up to a warp of them, each
 doing every `lanes`-th unit. `barrier()` parts the phases of a program: what is written before it may be read after it.
-The program is the only place that calls it, so that its phases are plain functions.
+All workers of all matches come to every barrier: only a program, and the parts of it that all of them always call
+(`step_match` and `observe_match`, see `life_cycle` in envs/batch.py), have barriers. The rules are plain functions.
 
 `rule` is a named tuple of numbers (constants of the kernel on CUDA), `game` one of arrays: torch tensors seen through
 NumPy or Numba, same memory, no copies. With NUMBA_DISABLE_JIT=1 everything runs as plain Python, slowly, for debugging.
@@ -21,6 +22,7 @@ import sys
 import textwrap
 import time
 import types
+import warnings
 from collections import namedtuple
 from pathlib import Path
 
@@ -386,6 +388,9 @@ class Runner:
             else:
                 kernel, threads = _compile_cuda(run_one, rule, lanes, PLAIN_BLOCK), PLAIN_BLOCK
             blocks = -(-matches // (threads // WARP * (WARP // lanes)))
+
+            # few matches are few blocks: that is meant, and Numba need not say so at every start
+            warnings.filterwarnings("ignore", ".*Grid size .* will likely result in GPU under-utilization")
 
             def launch(op):
                 stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
