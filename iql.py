@@ -1,170 +1,114 @@
 """Independent Q-learning with recurrent agents: every seat learns its own action values from whole episodes.
 
-Matches are played hundreds at a time in lock step, go into a replay buffer on the device, and are learned from with
-double Q-learning, lambda-returns and a slowly moving target network (Tampuu et al. 2017, after PyMARL's IQL).
+Hundreds of matches are played in lock step and stored in a replay buffer on the device. Updates use double Q-learning,
+lambda-returns and a slowly moving target network (Tampuu et al. 2017, after PyMARL's IQL).
 
-    python iql.py --env-id 3m --cuda                docs/iql.md has every option, logged key and result
+    python iql.py --env-id 3m --cuda                docs/iql.md has the logged keys, the deviations and the results
 """
 
-import contextlib
-import gc
-import importlib.util
-import json
-import os
-import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
-STARTED = time.time()  # before the imports that take seconds
+STARTED = time.time()  # before the slow imports
 
 
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem
-    """the name of this experiment"""
-    seed: int = 1
-    """seed of everything that is random"""
-    torch_deterministic: bool = True
-    """whether torch keeps to algorithms that give the same result every time"""
-    cuda: bool = False
-    """whether to use the GPU; if there is none, the run says so and uses the CPU"""
-    track: bool = False
-    """whether Weights and Biases mirrors the TensorBoard logs"""
-    wandb_project_name: str = "omg-marl"
-    """wandb's project"""
-    wandb_entity: str | None = None
-    """wandb's entity (team)"""
-    wandb_group: str | None = None
-    """wandb's group of runs"""
-    capture_video: bool = False
-    """whether to save a GIF of a match of the final policy"""
-    run_root: str = "runs"
-    """the folder that run folders are made in"""
-    checkpoint_interval: float = 120.0
-    """seconds between checkpoints; there is one at the end in any case"""
-    save_buffer: bool = True
-    """whether checkpoints come with the replay buffer, so that the run resumes exactly"""
-    resume: str | None = None
-    """a run folder to go on with; other arguments must be as they were"""
-    init: str | None = None
-    """a run folder whose networks this run starts from"""
-    time_limit: float | None = None
-    """seconds after which the run saves and stops (it can be resumed)"""
+    exp_name: str = Path(__file__).stem  # the name of this experiment
+    seed: int = 1  # the seed of all random numbers
+    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
+    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
+    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
+    wandb_project_name: str = "omg-marl"  # wandb's project
+    wandb_entity: str | None = None  # wandb's entity (team)
+    wandb_group: str | None = None  # wandb's group of runs
+    capture_video: bool = False  # whether to save a GIF of a match of the final policy
+    run_root: str = "runs"  # the folder in which run folders are made
+    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
+    save_buffer: bool = True  # whether checkpoints include the replay buffer, so that the run resumes exactly
+    resume: str | None = None  # a run folder to continue; other arguments must be as they were
+    init: str | None = None  # a run folder whose networks this run starts from
+    time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
 
-    env_id: str = "3m"
-    """the environment: see envs.list_ids()"""
-    n_agents: int | None = None
-    """number of agents, where the environment leaves it open"""
-    team: str = "self"
-    """who sits where: self (all learn), scripted (one learner among scripted others), or such as 7qmix1learner"""
-    pool: tuple[str, ...] = ()
-    """run folders of iql.py, vdn.py or qmix.py (patterns will do) that the team's names are found in"""
-    seat: str = "rotate"
-    """the learner's seat among others: rotate, random or a number"""
-    mix_teammates: bool = False
-    """whether every other seat draws its own policy, or one is drawn for all of a match"""
-    teammate_epsilon: float = 0.0
-    """the others' chance of a random action (networks only)"""
-    num_envs: int | None = None
-    """matches played at a time (default: 1024 on the GPU, 64 or for one seat 512 on the CPU, 8 of the real game)"""
-    total_timesteps: int | None = None
-    """environment steps of the run (default: 20 million on the GPU, 1 million or for one seat 4 million on the CPU)"""
-    eval_interval: int | None = None
-    """environment steps between greedy evaluations (default: a 50th of the run; PyMARL: 10,000)"""
-    eval_episodes: int = 128
-    """matches of an evaluation (PyMARL: 32)"""
-    final_eval_episodes: int = 512
-    """matches of the last evaluation"""
-    log_interval: float = 1.0
-    """seconds between lines of the log"""
+    env_id: str = "3m"  # the environment: see envs.list_ids()
+    n_agents: int | None = None  # number of agents, where the environment leaves it open
+    team: str = "self"  # self (all seats learn), scripted (one learner among scripted others), or such as 7qmix1learner
+    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
+    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
+    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
+    teammate_epsilon: float = 0.0  # probability of a random action of the others (runs only)
+    num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
+    total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 4 on the CPU
+    eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
+    eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
+    final_eval_episodes: int = 512  # episodes of the last evaluation
+    log_interval: float = 1.0  # seconds between lines of the log
 
-    learning_rate: float = 1e-3
-    """Adam's learning rate"""
-    gamma: float = 0.99
-    """discount"""
-    td_lambda: float = 0.7
-    """weight of longer returns in the target; 0 is one-step Q-learning"""
-    tau: float = 0.005
-    """how far the target network, which plays greedily, moves to the online one with every update"""
-    buffer_size: int | None = None
-    """episodes in the replay buffer (default: 8192 on the GPU, 4096 on the CPU; for one seat up to four times that)"""
-    buffer_device: str = "same"
-    """where the replay buffer is kept: same (as the networks) or cpu"""
-    batch_size: int | None = None
-    """episodes in an update (default: 64 on the GPU, 32 on the CPU)"""
-    train_frequency: int | None = None
-    """steps for each update (default: 2000 on the GPU, 200 on the CPU; for one seat 1000, 400; 60 of the real game)"""
-    start_e: float = 1.0
-    """exploration at the start: the chance of a random action"""
-    end_e: float = 0.05
-    """exploration at the end"""
-    exploration_fraction: float = 0.1
-    """the share of the run over which exploration falls"""
-    max_grad_norm: float = 10.0
-    """gradients are scaled down to this norm"""
-    hidden_dim: int = 64
-    """units of the recurrent layer"""
-    share_parameters: bool = True
-    """one network for all seats, or (--no-share-parameters) one for each"""
+    learning_rate: float = 1e-3  # Adam's learning rate
+    gamma: float = 0.99  # discount factor
+    td_lambda: float = 0.7  # lambda of the returns; 0 is one-step Q-learning
+    tau: float = 0.005  # how far the target network, which plays greedily, moves with every update
+    buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
+    buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
+    batch_size: int | None = None  # episodes in an update (default: 64 on the GPU, 32 on the CPU)
+    train_frequency: int | None = None  # steps per update (default: 2000, CPU 200; with a team 1000, 400; sc2/ 60)
+    start_e: float = 1.0  # epsilon at the start
+    end_e: float = 0.05  # epsilon at the end
+    exploration_fraction: float = 0.1  # the fraction of the run over which epsilon falls
+    max_grad_norm: float = 10.0  # the norm to which gradients are clipped
+    hidden_dim: int = 64  # units of the recurrent layer
+    share_parameters: bool = True  # one network for all seats, or (--no-share-parameters) one for each
 
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    tyro.cli(Args)  # answers and leaves, before the imports that take seconds
+    tyro.cli(Args)  # prints the help and exits, before the slow imports
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from torch.utils.tensorboard import SummaryWriter  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
 import envs  # noqa: E402
-from envs.team import Team, refuse_another_map, sizes_of  # noqa: E402
+from envs import checkpoints, play, runs  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, load_runner, round_up  # noqa: E402
+from envs.team import Team  # noqa: E402
 
-CHUNK = 8  # steps between two looks at whether all matches are over; lengths of updates are multiples of it
-LENGTHS = 8  # different lengths of updates on the GPU at most: each is a graph with memory of its own
-OF_THE_STEP = ("action", "reward", "terminated")  # what a story has of the step itself
+MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
+FIELDS = ("obs", "avail", "alive", "action", "terminated")  # recorded for learning, besides reward and seat
 
 
-def check(args):
-    """Refuses values that make no sense, with what is allowed, and fills in those that depend on the device."""
-    positive = "num_envs total_timesteps eval_interval eval_episodes final_eval_episodes buffer_size batch_size"
-    for name in (*positive.split(), "train_frequency", "hidden_dim", "learning_rate", "max_grad_norm", "time_limit"):
-        if getattr(args, name) is not None and not getattr(args, name) > 0:
-            raise SystemExit(f"--{name.replace('_', '-')} is above 0, not {getattr(args, name)}")
-    for name in ("gamma", "td_lambda", "tau", "teammate_epsilon", "start_e", "end_e", "exploration_fraction"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise SystemExit(f"--{name.replace('_', '-')} is from 0 to 1, not {getattr(args, name)}")
-    for name in ("checkpoint_interval", "log_interval"):
-        if not getattr(args, name) >= 0:
-            raise SystemExit(f"--{name.replace('_', '-')} is from 0 up, not {getattr(args, name)}")
-    if args.buffer_device not in ("same", "cpu"):
-        raise SystemExit(f"--buffer-device is same or cpu, not {args.buffer_device}")
+def check_args(args):
+    """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
+    runs.check_ranges(
+        args,
+        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
+        "batch_size train_frequency hidden_dim learning_rate max_grad_norm",
+        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
+        non_negative="checkpoint_interval log_interval",
+    )
     if args.team != "self" and not args.share_parameters:
         raise SystemExit("--no-share-parameters is for --team self: a learner whose seat changes has one network")
-    if args.cuda and not torch.cuda.is_available():
-        print("There is no GPU that torch can use: going on with the CPU.")
-        args.cuda = False
-    elif args.cuda and importlib.util.find_spec("numba_cuda") is None and not args.env_id.startswith("sc2/"):
-        print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
-        args.cuda = False
-    usual = {"total_timesteps": (20_000_000, 1_000_000), "batch_size": (64, 32)}
-    usual |= {"num_envs": (1024, 64), "train_frequency": (2000, 200)}
-    if args.env_id.startswith("sc2/"):  # a game that takes its time is learned from more often
-        usual |= {"num_envs": (8, 8), "train_frequency": (60, 60)}
-    elif args.team != "self":  # a match has less to learn from
-        usual |= {"total_timesteps": (20_000_000, 4_000_000), "num_envs": (1024, 512), "train_frequency": (1000, 400)}
-    for name, (on_gpu, on_cpu) in usual.items():
-        if getattr(args, name) is None:
-            setattr(args, name, on_gpu if args.cuda else on_cpu)
-    args.eval_interval = args.eval_interval or max(args.total_timesteps // 50, 1)
-    least = max(args.batch_size, args.num_envs)
-    if args.buffer_size is not None and args.buffer_size < least:
-        raise SystemExit(f"--buffer-size holds at least a round and a batch, {least} episodes, not {args.buffer_size}")
+    runs.resolve_device(args)
+    real_game = args.env_id.startswith("sc2/")
+    single = args.team != "self" and not real_game  # one learner: a match has less to learn from
+    if args.cuda:
+        defaults = {"num_envs": 1024, "total_timesteps": 20_000_000, "batch_size": 64}
+        defaults["train_frequency"] = 1000 if single else 2000
+    elif single:
+        defaults = {"num_envs": 512, "total_timesteps": 4_000_000, "batch_size": 32, "train_frequency": 400}
+    else:
+        defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
+    if real_game:  # slow: it is learned from more often
+        defaults |= {"num_envs": 8, "train_frequency": 60}
+    runs.fill_in(args, defaults)
+    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
+    smallest = max(args.batch_size, args.num_envs)
+    if args.buffer_size is not None and args.buffer_size < smallest:
+        raise SystemExit(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
 
 
 def make_env(args, num_envs, device, seed):
@@ -199,113 +143,121 @@ class SeatLinear(nn.Module):
 class SeatGRU(nn.Module):
     """A GRU for every seat."""
 
-    def __init__(self, seats, hidden):
+    def __init__(self, seats, hidden_dim):
         super().__init__()
-        self.of_input, self.of_state = SeatLinear(seats, hidden, 3 * hidden), SeatLinear(seats, hidden, 3 * hidden)
+        self.fc_input = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
+        self.fc_hidden = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
 
     def forward(self, x, h):  # (time, matches, seats, hidden), (matches, seats, hidden)
         outputs = []
-        for gates in self.of_input(x).unbind():
-            reset, keep, new = gates.chunk(3, -1)
-            reset_h, keep_h, new_h = self.of_state(h).chunk(3, -1)
+        for gates in self.fc_input(x).unbind():
+            reset, update, new = gates.chunk(3, -1)
+            reset_h, update_h, new_h = self.fc_hidden(h).chunk(3, -1)
             new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
-            h = torch.lerp(new, h, torch.sigmoid(keep + keep_h))
+            h = torch.lerp(new, h, torch.sigmoid(update + update_h))
             outputs.append(h)
-        return torch.stack(outputs), h
+        return torch.stack(outputs)
 
 
-class Unroll(torch.autograd.Function):
-    """All states of a GRU, from what its inputs bring to the gates: cuDNN's, with a quicker gradient of the weights.
-
-    cuDNN's own takes most of a backward pass. What it gives for the gates is enough to have that of the weights from.
-    """
+class RecurrentWeights(torch.autograd.Function):
+    """The identity on a GRU's gates; its backward pass computes the gradient of the recurrent weights."""
 
     @staticmethod
-    def forward(ctx, gates, h, weight, bias):  # (time, rows, 3 * hidden), (rows, hidden)
-        with torch.enable_grad():
-            gates, h = gates.detach().requires_grad_(), h.detach().requires_grad_()
-            parts = torch.eye(len(bias), device=h.device), weight.detach(), torch.zeros_like(bias), bias.detach()
-            flat = torch.cat([part.flatten() for part in parts])  # cuDNN wants them in one piece
-            weights = [w.view_as(part) for w, part in zip(flat.split([part.numel() for part in parts]), parts)]
-            y, _ = torch.gru(gates, h.unsqueeze(0), weights, True, 1, 0.0, True, False, False)
-        ctx.kept = gates, h, y, weight, bias
-        return y.detach()
+    def forward(ctx, gates, weight, bias, states):
+        ctx.save_for_backward(gates, weight, bias)
+        ctx.states = states
+        return gates.view_as(gates)
 
     @staticmethod
-    def backward(ctx, gradient):
-        gates, h, y, weight, bias = ctx.kept
-        d_gates, d_h = torch.autograd.grad(y, (gates, h), gradient)
-        hidden, before = h.shape[-1], torch.cat((h.unsqueeze(0), y[:-1]))
-        reset = torch.sigmoid(gates[..., :hidden] + F.linear(before, weight[:hidden], bias[:hidden]))
-        d_hidden = torch.cat((d_gates[..., : 2 * hidden], d_gates[..., 2 * hidden :] * reset), -1).flatten(0, 1)
-        return d_gates, d_h, d_hidden.T @ before.flatten(0, 1), d_hidden.sum(0)
+    def backward(ctx, d_gates):
+        gates, weight, bias = ctx.saved_tensors
+        last_h = torch.cat(ctx.states)  # (time, rows, hidden)
+        n = last_h.shape[-1]
+        reset = torch.sigmoid(gates[..., :n] + F.linear(last_h, weight[:n], bias[:n]))
+        d_hidden = torch.cat((d_gates[..., : 2 * n], d_gates[..., 2 * n :] * reset), -1).flatten(0, 1)
+        return d_gates, d_hidden.T @ last_h.flatten(0, 1), d_hidden.sum(0), None
+
+
+def cudnn_unroll(gates, h, weight, bias):  # (time, rows, 3 * hidden), (rows, hidden)
+    """cuDNN's GRU, but with a gradient of its recurrent weights that does not take most of the backward pass."""
+    states = [h.detach().unsqueeze(0)]
+    gates = RecurrentWeights.apply(gates, weight, bias, states)
+    identity = torch.eye(len(bias), device=h.device)  # as input weights, since the gates are given
+    weights = [identity, weight.detach(), torch.zeros_like(bias), bias.detach()]
+    flat = torch.cat([w.flatten() for w in weights])  # cuDNN wants contiguous weights
+    weights = [part.view_as(w) for part, w in zip(flat.split([w.numel() for w in weights]), weights)]
+    y, _ = torch.gru(gates, h.unsqueeze(0), weights, True, 1, 0.0, True, False, False)
+    states.append(y[:-1].detach())
+    return y
 
 
 class SharedGRU(nn.GRU):
-    """A GRU for all seats."""
+    """One GRU for all seats."""
 
-    def forward(self, x, h):  # (time, matches, seats, hidden), (matches, seats, hidden)
-        rows, state = x.flatten(1, 2), h.flatten(0, 1)
+    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
+        rows = x.flatten(1, 2)
+        h = h.flatten(0, 1)
         if len(x) == 1:
-            y = state = torch.gru_cell(rows[0], state, *self._flat_weights)  # at a single step cuDNN is slow
+            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
         elif x.is_cuda and torch.is_grad_enabled():
-            y = Unroll.apply(F.linear(rows, self.weight_ih_l0, self.bias_ih_l0), state, *self._flat_weights[1::2])
-            state = y[-1]
+            gates = F.linear(rows, self.weight_ih_l0, self.bias_ih_l0)
+            y = cudnn_unroll(gates, h, self.weight_hh_l0, self.bias_hh_l0)
         else:
-            y, state = super().forward(rows, state.unsqueeze(0))
-        return y.view_as(x), state.view_as(h)
+            y, _ = super().forward(rows, h.unsqueeze(0))
+        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
 
 
 class Agents(nn.Module):
-    """Linear, GRU, Linear on observation, own last action and seat: one network for all seats, or one for each."""
+    """The Q-network: Linear, GRU, Linear on observation, own last action and seat."""
 
-    def __init__(self, env, hidden, share):
+    def __init__(self, args, env):
         super().__init__()
-        self.seats, self.hidden = env.n_agents, hidden
         inputs = env.obs_dim + env.n_actions + env.n_agents
-        if share:
-            self.into, self.gru = nn.Linear(inputs, hidden), SharedGRU(hidden, hidden)
-            self.out = nn.Linear(hidden, env.n_actions)
+        self.hidden_dim = args.hidden_dim
+        if args.share_parameters:
+            self.fc1 = nn.Linear(inputs, args.hidden_dim)
+            self.rnn = SharedGRU(args.hidden_dim, args.hidden_dim)
+            self.fc2 = nn.Linear(args.hidden_dim, env.n_actions)
         else:
-            self.into, self.gru = SeatLinear(self.seats, inputs, hidden), SeatGRU(self.seats, hidden)
-            self.out = SeatLinear(self.seats, hidden, env.n_actions)
-        self.register_buffer("seat", torch.eye(self.seats), persistent=False)
-        self.register_buffer("action", torch.arange(env.n_actions), persistent=False)
+            self.fc1 = SeatLinear(env.n_agents, inputs, args.hidden_dim)
+            self.rnn = SeatGRU(env.n_agents, args.hidden_dim)
+            self.fc2 = SeatLinear(env.n_agents, args.hidden_dim, env.n_actions)
+        self.register_buffer("seat_one_hot", torch.eye(env.n_agents), persistent=False)
+        self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
+        self.to(env.device)
 
-    def start(self, matches, seats=None):
-        return torch.zeros(matches, seats or self.seats, self.hidden, device=self.seat.device)
+    def init_hidden(self, matches, seats):
+        return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
 
-    def forward(self, obs, last_action, h, seat=None):
-        """(time, matches, seats, obs), (time, matches, seats) with -1 for none, (matches, seats, hidden) -> Q, h
-
-        `seat` (matches, seats) tells which seats these are; without it, all of them.
+    def forward(self, obs, last_action, h, seat):
+        """obs (time, matches, seats, obs_dim), last_action (time, matches, seats) with -1 for none,
+        h (matches, seats, hidden), seat (matches, seats) -> Q-values and hidden states of all times
         """
-        last = (last_action.unsqueeze(-1) == self.action).to(obs.dtype)
-        place = self.seat if seat is None else self.seat[seat]
-        x = torch.cat((obs, last, place.expand(*obs.shape[:2], -1, -1)), -1)
-        x = F.relu(self.into(x))  # (time, matches, seats, hidden)
-        x, h = self.gru(x, h)
-        return self.out(x), h  # (time, matches, seats, actions)
+        last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
+        seat = self.seat_one_hot[seat].expand(*obs.shape[:2], -1, -1)
+        x = F.relu(self.fc1(torch.cat((obs, last_action, seat), -1)))
+        h = self.rnn(x, h)  # (time, matches, seats, hidden)
+        return self.fc2(h), h  # (time, matches, seats, actions)
 
 
-def best_action(q, avail):
+def greedy_action(q, avail):
     return q.masked_fill(~avail, -1e9).argmax(-1)
 
 
-def value_of(action, q):
-    """(...), (..., actions) -> (...): what a gather gives, but its gradient is quick to take in a fixed order too."""
+def gather_q(q, action):
+    """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
     return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
 
 
-def lambda_returns(reward, bootstrap, ended, last, gamma, td_lambda):
-    """(time, ...) targets: r + gamma * ((1 - lambda) * bootstrap + lambda * the next target).
+def lambda_returns(reward, next_value, terminated, truncated, gamma, td_lambda):
+    """(time, ...) targets: r + gamma * ((1 - lambda) * next_value + lambda * the next target).
 
-    `ended`: nothing follows; `last`: nothing later is known, so the bootstrap stands for all of it (a time limit).
+    Where `terminated` nothing follows; where `truncated` the next value stands for all that follows.
     """
-    going_on = ~ended
-    goes_far = going_on & ~last
-    target = reward + gamma * torch.where(goes_far, (1 - td_lambda) * bootstrap, bootstrap * going_on)
-    weight = gamma * td_lambda * goes_far.to(reward.dtype)
+    bootstraps = ~terminated
+    continues = bootstraps & ~truncated
+    target = reward + gamma * torch.where(continues, (1 - td_lambda) * next_value, next_value * bootstraps)
+    weight = gamma * td_lambda * continues.to(reward.dtype)
     span = 1
     while span < len(target):  # target[t] = target[t] + weight[t] * target[t + 1], for all t in a few doublings
         target[:-span].add_(weight[: len(target) - span] * target[span:])
@@ -314,575 +266,215 @@ def lambda_returns(reward, bootstrap, ended, last, gamma, td_lambda):
     return target
 
 
-class Graphed:
-    """Calls a function without arguments; on CUDA the second call captures it as a graph, later ones replay that."""
+class Player:
+    """Plays the learner's seats (matches, seats) epsilon-greedily."""
 
-    def __init__(self, function, device):
-        self.function, self.captures, self.graph, self.calls = function, device.type == "cuda", None, 0
+    def __init__(self, agents, seats):
+        self.agents = agents
+        self.h = agents.init_hidden(*seats.shape)
 
-    def __call__(self):
-        self.calls += 1
-        if not self.captures:
-            self.function()
-        elif self.calls == 1:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self.function()
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            if self.graph is None:
-                self.graph = torch.cuda.CUDAGraph()
-                gc.disable()  # memory that is freed during a capture ends it
-                with torch.cuda.graph(self.graph):
-                    self.function()
-                gc.enable()
-            self.graph.replay()
+    def reset(self, mask):
+        self.h.masked_fill_(mask.view(-1, 1, 1), 0.0)
+
+    def act(self, inputs, epsilon):
+        q, h = self.agents(inputs.obs.unsqueeze(0), inputs.last_action.unsqueeze(0), self.h, inputs.seat)
+        self.h.copy_(h[0])
+        return epsilon_greedy(q[0], inputs.avail, epsilon)
 
 
-class Rollout:
-    """Plays whole episodes of all matches in lock step; `story` keeps what is to be learned from, time first."""
-
-    def __init__(self, env, agents, kept, team=None):
-        self.env, self.agents, self.team, device = env, agents, team or Team(env, "self"), env.device
-        rows, own = -(-env.episode_limit // CHUNK) * CHUNK + 1, self.team.own.shape
-        fields = self.mine(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
-        self.story = {name: fields[name].new_zeros((rows, *fields[name].shape)) for name in ("reward", *kept)}
-        self.part = {name: torch.zeros_like(values[:CHUNK]) for name, values in self.story.items()}
-        self.epsilon = torch.zeros((), device=device)
-        if own[1] < env.n_agents:
-            self.story["seat"] = self.team.own.unsqueeze(0)  # the same at all times of a match
-        self.h, self.last_action = agents.start(*own), torch.zeros_like(env.actions)
-        self.running, self.lengths = torch.zeros_like(env.terminated), torch.zeros_like(env.actions[:, 0])
-        self.chunk = Graphed(self.steps, device) if env.simulated else self.steps
-        if env.simulated:
-            env.reset()  # so that a snapshot has its random streams
-
-    def mine(self, **values):
-        """The learner's seats of what agents have each."""
-        agents = ("action", "reward", "obs", "avail", "alive")
-        return {name: self.team.mine(value) if name in agents else value for name, value in values.items()}
-
-    def write(self, where, row, values):
-        for name in where.keys() & values.keys():
-            where[name][row] = values[name]
-
-    @torch.no_grad()
-    def steps(self):
-        for row in range(CHUNK):
-            obs, last = (self.team.mine(x).unsqueeze(0) for x in (self.env.obs, self.last_action))
-            q, h = self.agents(obs, last, self.h, self.story["seat"][0] if "seat" in self.story else None)
-            noise = torch.rand((*q.shape[1:-1], q.shape[-1] + 1), device=q.device)
-            wish = torch.where(noise[..., -1:] < self.epsilon, noise[..., :-1], q[0])
-            action = self.team.complete(best_action(wish, self.team.mine(self.env.info["avail"])), self.last_action)
-            obs, reward, terminated, truncated, info = self.env.step(action)
-            step = self.mine(action=action, reward=reward, terminated=terminated, obs=obs, **info)
-            self.write(self.part, row, step)
-            self.lengths += self.running
-            self.running &= ~(terminated | truncated)
-            self.h.copy_(h)
-            self.last_action.copy_(action)
-
-    def play(self, epsilon):
-        """One episode of every match: (returns (matches, seats), lengths, won, valid), there until the next call."""
-        self.team.draw()
-        obs, info = self.env.reset()
-        for tensor in (self.h, self.lengths, self.story["reward"]):
-            tensor.zero_()
-        self.last_action.fill_(-1)
-        self.running.fill_(True)
-        self.epsilon.fill_(epsilon)
-        self.write(self.story, 0, self.mine(obs=obs, **info))
-        for t in range(0, self.env.episode_limit, CHUNK):
-            self.chunk()
-            for name, values in self.part.items():
-                first = t if name in OF_THE_STEP else t + 1  # the rest is seen after the step
-                self.story[name][first : first + CHUNK] = values
-            if not self.running.any():
-                break
-        return self.story["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
+def epsilon_greedy(q, avail, epsilon):
+    noise = torch.rand((*q.shape[:-1], q.shape[-1] + 1), device=q.device)
+    return greedy_action(torch.where(noise[..., -1:] < epsilon, noise[..., :-1], q), avail)
 
 
-def bytes_of_episode(story):
-    return sum(values[:, 0].nbytes for values in story.values())
-
-
-def usual_size(story, args):
-    """Episodes in the buffer by default. One learner among others does better with more of them, if they are small."""
-    size, each = 8192 if args.cuda else 4096, bytes_of_episode(story)
-    if args.team != "self":
-        size = max(size, min(4 * size, (4 if args.cuda else 2) * 2**30 // each))
-    most = (16 if args.cuda else 8) * 2**30 // each  # only episodes of very many units are so large
-    return max(min(size, most), args.num_envs, args.batch_size)
-
-
-class Buffer:
+class ReplayBuffer:
     """A ring of episodes, time first: (steps + 1, episodes, ...)."""
 
-    def __init__(self, story, size, device, seed):
-        each = bytes_of_episode(story)
-        room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else free_memory()
-        takes, fits = f"{each * size / 2**30:.2f} GiB on the {device.type.upper()}", int(0.9 * min(room / each, 2**31))
-        print(f"The replay buffer takes {takes}, {each / 2**10:.0f} KiB an episode.")
-        if size > fits:
-            raise SystemExit(
-                f"That does not fit into the {room / 2**30:.2f} GiB that are free: --buffer-size {fits} would."
-            )
-        self.data = {
-            name: torch.zeros((len(values), size, *values.shape[2:]), dtype=values.dtype, device=device)
-            for name, values in story.items()
-        }
-        self.device, self.cursor = device, 0
-        self.lengths = torch.zeros(size, dtype=torch.long)  # 0: nothing there
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, args, episodes, device):
+        self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
+        self.size = args.buffer_size = runs.buffer_size(args, episodes, self.device)
+        self.data, self.batch = {}, {}
+        for name, values in episodes.items():
+            rows, features = len(values), values.shape[2:]
+            self.data[name] = torch.zeros((rows, self.size, *features), dtype=values.dtype, device=self.device)
+            self.batch[name] = values.new_empty((rows, args.batch_size, *features))
+        self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
+        self.cursor = 0
+        self.generator = torch.Generator().manual_seed(args.seed)
+        self.save_episodes = args.save_buffer
+        self.max_length = len(episodes["reward"]) - 1
+        self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
 
-    def add(self, story, lengths, valid):
-        """Keeps the valid episodes of a round."""
+    def __len__(self):
+        return int((self.lengths > 0).sum())
+
+    def add(self, episodes, lengths, valid):
+        """Stores the valid episodes of a round."""
         lengths = torch.where(valid, lengths, 0).cpu()
-        keep = lengths.nonzero().flatten()
-        if len(keep) == 0:
+        stored = lengths.nonzero().flatten()
+        if len(stored) == 0:
             return
-        slots = (torch.arange(len(keep)) + self.cursor) % len(self.lengths)
-        rows, room = int(lengths.max()) + 1, len(self.lengths) - self.cursor  # until the ring begins anew
-        for name, values in story.items():
+        rows = int(lengths.max()) + 1
+        first_part = self.size - self.cursor  # as many go to the end of the ring, the rest to its start
+        for name, values in episodes.items():
             data = self.data[name][:rows]
-            episodes = values[:rows] if len(keep) == len(lengths) else values[:rows, keep.to(values.device)]
-            data[:, self.cursor : self.cursor + len(keep)] = episodes[:, :room]
-            data[:, : max(len(keep) - room, 0)] = episodes[:, room:]
-        self.lengths[slots] = lengths[keep]
-        self.cursor = (self.cursor + len(keep)) % len(self.lengths)
+            new = values[:rows] if len(stored) == len(lengths) else values[:rows, stored.to(values.device)]
+            data[:, self.cursor : self.cursor + len(stored)] = new[:, :first_part]
+            data[:, : max(len(stored) - first_part, 0)] = new[:, first_part:]
+        slots = (torch.arange(len(stored)) + self.cursor) % self.size
+        self.lengths[slots] = lengths[stored]
+        self.cursor = (self.cursor + len(stored)) % self.size
 
-    def sample(self, batches, count):
-        """(batches, 2, count): numbers and lengths of episodes, no two alike in a batch."""
-        there = self.lengths.nonzero().flatten()
-        orders = [torch.randperm(len(there), generator=self.generator)[:count] for _ in range(batches)]
-        episodes = there[torch.stack(orders)]
-        return torch.stack((episodes, self.lengths[episodes]), 1)
+    def sample(self, batches, batch_size):
+        """Yields batches of different episodes, cut after the longest one, rounded up to few different lengths.
+
+        All batches use the same memory, so that a captured update can be replayed on it.
+        """
+        filled = self.lengths.nonzero().flatten()
+        orders = [torch.randperm(len(filled), generator=self.generator)[:batch_size] for _ in range(batches)]
+        indices = filled[torch.stack(orders)]  # (batches, batch_size)
+        lengths = self.lengths[indices]
+        longest = lengths.amax(1).tolist()
+        chosen = torch.stack((indices, lengths), 1).to(self.device)  # one transfer: each one waits for the device
+        for (episodes, lengths), steps in zip(chosen, longest):
+            rows = min(round_up(steps, self.length_unit), self.max_length) + 1
+            for name, data in self.data.items():
+                self.batch[name][:rows] = data[:rows].index_select(1, episodes)
+            self.batch["lengths"].copy_(lengths)
+            yield {name: values if name == "lengths" else values[:rows] for name, values in self.batch.items()}
+
+    def state_dict(self):
+        state = {"generator": self.generator.get_state()}
+        if self.save_episodes:
+            filled = len(self)
+            data = self.data  # a full buffer is not copied: it may take most of the memory
+            if filled < self.size:
+                data = {name: values[:, :filled].clone() for name, values in self.data.items()}
+            state |= {"lengths": self.lengths, "cursor": self.cursor, "episodes": data}
+        return state
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+        if "episodes" not in state:
+            print("This run was saved without its buffer: going on with an empty one.")
+            return
+        self.lengths = state["lengths"]
+        self.cursor = state["cursor"]
+        for name, values in state["episodes"].items():
+            self.data[name][:, : values.shape[1]] = values.to(self.device)
 
 
 class Learner:
-    """The networks, the optimiser, and the update, which is one captured graph for every length of a batch."""
+    """The networks, the optimiser and the update."""
 
     def __init__(self, args, env):
-        self.args, self.env, self.updates, self.graphs, self.batch = args, env, 0, {}, {}
-        self.online, self.target = ({"agents": make_agents(args, env)} for _ in range(2))
-        for name, network in self.target.items():
-            network.load_state_dict(self.online[name].state_dict())
-        self.parameters = [p for network in self.online.values() for p in network.parameters()]
-        self.target_parameters = [p for network in self.target.values() for p in network.parameters()]
-        # fused, so that an update that is not finite can be skipped without asking the device
+        self.args = args
+        self.env = env
+        self.updates = 0
+        self.agents = Agents(args, env)
+        self.target_agents = Agents(args, env)
+        self.target_agents.load_state_dict(self.agents.state_dict())
+        self.parameters = list(self.agents.parameters())
+        self.target_parameters = list(self.target_agents.parameters())
+        # fused, so that an update that is not finite can be skipped without waiting for the device
         self.optimizer = torch.optim.Adam(
             self.parameters, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda
         )
-        self.sums, self.wrong = (torch.zeros(3, device=env.device) for _ in range(2))
+        self.metrics = runs.Metrics(env.device)
+        self.graphed_update = Graphed(self.update, env.device)
+
+    def networks(self):
+        return {"agents": self.agents, "target_agents": self.target_agents}
 
     def learn(self, buffer, updates):
-        """Updates, each from a batch of episodes."""
-        chosen = buffer.sample(updates, self.args.batch_size)
-        longest = chosen[:, 1].amax(1).tolist()
-        rows = -(-self.env.episode_limit // CHUNK) * CHUNK
-        unit = CHUNK * -(-rows // (CHUNK * LENGTHS)) if self.args.cuda else CHUNK
-        if not self.batch:
-            for name, data in buffer.data.items():
-                shape = (len(data), chosen.shape[-1], *data.shape[2:])
-                self.batch[name] = data.new_empty(shape, device=self.env.device)
-            self.batch["lengths"] = torch.zeros_like(chosen[0, 1], device=self.env.device)
-        for (episodes, lengths), steps in zip(chosen.to(buffer.device), longest):  # moved at once: each move waits
-            steps = min(-(-steps // unit) * unit, rows)
-            for name, data in buffer.data.items():
-                self.batch[name][: steps + 1] = data[: steps + 1].index_select(1, episodes)
-            self.batch["lengths"].copy_(lengths)
-            if steps not in self.graphs:
-                part = {name: data[: steps + 1] if name != "lengths" else data for name, data in self.batch.items()}
-                self.graphs[steps] = Graphed(lambda part=part: self.update(part), self.env.device)
-            self.graphs[steps]()
+        for batch in buffer.sample(updates, self.args.batch_size):
+            self.graphed_update(batch)
             self.updates += 1
 
     # ALGO LOGIC: the loss
     def loss(self, batch):
-        """(the loss, the mean value of the actions taken) of episodes, time first."""
-        action, reward, avail, alive = batch["action"][:-1], batch["reward"][:-1], batch["avail"], batch["alive"]
-        time_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
-        obs = torch.where(time_left[..., None, None] >= 0, batch["obs"], 0.0)  # the buffer has anything behind an end
-        before = torch.cat((torch.full_like(action[:1], -1), action))
-        start, seat = self.online["agents"].start(*action.shape[1:]), batch["seat"][0] if "seat" in batch else None
-        q, _ = self.online["agents"](obs, before, start, seat)  # (steps + 1, matches, seats, actions)
-        chosen = value_of(action, q[:-1])  # (steps, matches, seats)
+        """The loss of a batch of episodes, time first, and a dictionary of values to log."""
+        action, reward = batch["action"][:-1], batch["reward"][:-1]  # (steps, matches, seats)
+        avail, alive, seat = batch["avail"], batch["alive"], batch["seat"][0]
+        steps_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
+        obs = torch.where(steps_left[..., None, None] >= 0, batch["obs"], 0.0)  # behind an end there is old data
+        last_action = torch.cat((torch.full_like(action[:1], -1), action))
+        h = self.agents.init_hidden(*seat.shape)
+        q, _ = self.agents(obs, last_action, h, seat)  # (steps + 1, matches, seats, actions)
+        q_taken = gather_q(q[:-1], action)  # (steps, matches, seats)
         with torch.no_grad():
-            target_q, _ = self.target["agents"](obs, before, start, seat)
-            following = value_of(best_action(q, avail), target_q)[1:]
-            ended, mask, last = batch["terminated"][:-1], time_left[:-1] > 0, time_left[:-1] == 1
-            ended, mask, last = (flags.unsqueeze(-1).expand_as(reward) for flags in (ended, mask, last))
-            if not self.env.team_reward:  # an agent's own game ends when it leaves
-                ended, mask = ended | ~alive[1:], mask & alive[:-1]
+            target_q, _ = self.target_agents(obs, last_action, h, seat)
+            next_value = gather_q(target_q, greedy_action(q, avail))[1:]
+            mask = steps_left[:-1] > 0  # (steps, matches)
+            terminated = batch["terminated"][:-1]
+            truncated = steps_left[:-1] == 1  # the last step, unless it is terminated
+            playing = alive | self.env.team_reward  # an agent's own game ends when it leaves, a team's does not
+            mask = mask.unsqueeze(-1) & playing[:-1]  # (steps, matches, seats)
+            terminated = terminated.unsqueeze(-1) | ~playing[1:]
+            truncated = truncated.unsqueeze(-1)
             reward = torch.where(mask, reward, 0.0)
-            target = lambda_returns(reward, following, ended, last, self.args.gamma, self.args.td_lambda)
-        error = torch.where(mask, chosen - target, 0.0)
-        return error.square().sum() / mask.sum(), torch.where(mask, chosen, 0.0).sum() / mask.sum()
+            target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.td_lambda)
+        td_error = torch.where(mask, q_taken - target, 0.0)
+        td_loss = td_error.square().sum() / mask.sum()
+        q_values = torch.where(mask, q_taken, 0.0).sum() / mask.sum()
+        return td_loss, {"losses/td_loss": td_loss, "losses/q_values": q_values}
 
     def update(self, batch):
-        loss, value = self.loss(batch)
+        loss, logs = self.loss(batch)
         self.optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
+        logs["losses/grad_norm"] = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
+        finite = self.metrics.add(logs)
+        self.optimizer.found_inf = (~finite).float()  # the optimiser skips such a step
+        self.optimizer.step()
         with torch.no_grad():
-            numbers = torch.stack((loss, value, norm))
-            wrong = ~torch.isfinite(numbers)
-            bad = wrong.any()
-            self.optimizer.found_inf = bad.float()
-            self.optimizer.step()
             torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
-            self.sums += torch.where(bad, 0.0, numbers)
-            self.wrong += wrong
-
-    def check_finite(self):
-        """Stops the run if an update was not finite."""
-        if any(wrong := self.wrong.tolist()):
-            raise FloatingPointError(f"{'the loss' if wrong[0] else 'a gradient'} was not finite")
-
-    def report(self):
-        """The sums since the last report."""
-        self.check_finite()
-        sums = dict(zip(("td_loss", "q_values", "grad_norm"), self.sums.tolist()))
-        self.sums.zero_()
-        return sums
 
 
-def make_agents(args, env):
-    return Agents(env, args.hidden_dim, args.share_parameters).to(env.device)
-
-
-def free_memory():
-    """Bytes of the CPU's memory that can be had, where the system says so."""
-    facts = Path("/proc/meminfo")  # memory that is free alone would leave out what files fill until it is needed
-    if not facts.exists():
-        return float("inf")
-    kibibytes = dict(line.split(":") for line in facts.read_text().splitlines())["MemAvailable"].split()[0]
-    return int(kibibytes) * 1024
-
-
-# ---- evaluation ----
-def evaluate(rollout, episodes):
-    """Greedy matches, at least so many, the valid ones: returns (matches, seats), lengths and won (matches,)."""
-    results, played = [], 0
-    while played < episodes:
-        *numbers, valid = rollout.play(epsilon=0.0)
-        results.append([tensor[valid].cpu() for tensor in numbers])
-        played += len(results[-1][0])
-    return [torch.cat(parts)[:episodes] for parts in zip(*results)]
-
-
-def interval(successes, trials):
-    """Wilson's 95% interval of a share."""
-    z, share = 1.959964, successes / trials
-    centre, spread = share + z * z / (2 * trials), z * (share * (1 - share) / trials + z * z / (4 * trials**2)) ** 0.5
-    return [(centre - spread) / (1 + z * z / trials), (centre + spread) / (1 + z * z / trials)]
-
-
-def policy_of(agents, env):
-    """Greedy play of the matches of `env`: act(obs, info) -> actions (matches, seats)."""
-    h, last = agents.start(env.num_envs), torch.full_like(env.actions, -1)
-
-    @torch.no_grad()
-    def act(obs, info):
-        begun = (env.steps > 0).view(-1, 1)  # a match that has just started has no past
-        q, state = agents(obs.unsqueeze(0), torch.where(begun, last, -1).unsqueeze(0), h * begun.unsqueeze(-1))
-        h.copy_(state)
-        return last.copy_(best_action(q[0], info["avail"]))
-
-    return act
-
-
-def film(args, agents, device, path):
-    """A GIF of one greedy match."""
-    from PIL import Image
-
-    env = make_env(args, 1, device, args.seed + 2)
-    team, act, over = make_team(args, env, args.seed + 2), policy_of(agents, env), False
-    (obs, info), action = env.reset(), torch.full_like(env.actions, -1)
-    frames = [Image.fromarray(env.render())]
-    while not over:
-        action = team.complete(team.mine(act(obs, info)), action)
-        obs, _, terminated, truncated, info = env.step(action)
-        frames.append(Image.fromarray(env.render()))
-        over = bool(terminated[0] | truncated[0])
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
-
-
-# ---- checkpoints: tensors and plain types only ----
-def write_file(content, path):
-    """In one piece or not at all, and whether it was; a disk that is full is a warning."""
-    part = path.with_suffix(".part")
-    try:
-        torch.save(content, part)
-        os.replace(part, path)
-        return True
-    except (OSError, RuntimeError) as error:
-        print(f"warning: {path} was not written ({error}); the run goes on", file=sys.stderr)
-        with contextlib.suppress(OSError):
-            part.unlink()
-        return False
-
-
-def read_file(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def known(arguments):
-    """Those of a run that this version still has."""
-    return {name: value for name, value in arguments.items() if name in Args.__dataclass_fields__}
-
-
-def load_policy(run, env):
-    """The greedy policy of a run, for matches of `env`: act(obs, info) -> actions."""
-    saved = read_file(Path(run) / "checkpoint.pt")
-    refuse_another_map(run, saved, env)
-    agents = make_agents(Args(**known(saved["args"])), env)
-    agents.load_state_dict(saved["target"]["agents"])
-    return policy_of(agents, env)
-
-
-def save(run, args, learner, buffer, rollouts, progress):
-    """checkpoint.pt: what it takes to act and to go on; resume.pt: what else it takes to go on exactly."""
-    learner.check_finite()  # nothing that is not finite is saved
-    networks = {
-        which: {name: network.state_dict() for name, network in getattr(learner, which).items()}
-        for which in ("online", "target")
-    }
-    about = {"algorithm": Path(__file__).stem, "env_id": args.env_id, "sizes": sizes_of(learner.env)}
-    about["args"] = asdict(args)
-    state = {"optimizer": learner.optimizer.state_dict(), "updates": learner.updates, "progress": progress}
-    written = write_file({**about, **networks, **state}, run / "checkpoint.pt")
-    if progress["complete"]:
-        if written:
-            (run / "resume.pt").unlink(missing_ok=True)
-        return
-    exact = {
-        "steps": progress["steps"],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if args.cuda else None,
-        "sampling": buffer.generator.get_state(),
-        "matches": [rollout.env.snapshot() for rollout in rollouts if rollout.env.simulated],
-        "rounds": [rollout.team.rounds for rollout in rollouts],
-    }
-    if args.save_buffer:
-        filled = int((buffer.lengths > 0).sum())
-        exact |= {"lengths": buffer.lengths, "cursor": buffer.cursor}
-        exact["episodes"] = buffer.data
-        if filled < len(buffer.lengths):  # a full one is not copied: it may be most of the memory
-            exact["episodes"] = {name: data[:, :filled].clone() for name, data in buffer.data.items()}
-    write_file(exact, run / "resume.pt")
-
-
-def restore(run, args, learner, buffer, rollouts):
-    """Puts a saved run back; returns its progress."""
-    saved, path = read_file(run / "checkpoint.pt"), run / "resume.pt"
-    for which in ("online", "target"):
-        for name, network in getattr(learner, which).items():
-            network.load_state_dict(saved[which][name])
-    learner.optimizer.load_state_dict(saved["optimizer"])
-    learner.updates = saved["updates"]
-    exact = read_file(path) if path.exists() else {}
-    if exact.get("steps") != saved["progress"]["steps"]:
-        print(f"{path} is not there or from another time: going on with new matches and an empty buffer.")
-        return saved["progress"]
-    torch.set_rng_state(exact["torch"])
-    if args.cuda:
-        torch.cuda.set_rng_state(exact["cuda"])
-    buffer.generator.set_state(exact["sampling"])
-    for rollout, snapshot in zip(rollouts, exact["matches"]):
-        rollout.env.restore(snapshot)
-    for rollout, rounds in zip(rollouts, exact["rounds"]):
-        rollout.team.rounds = rounds
-    if "episodes" in exact:
-        buffer.lengths, buffer.cursor = exact["lengths"], exact["cursor"]
-        for name, episodes in exact["episodes"].items():
-            buffer.data[name][:, : episodes.shape[1]] = episodes.to(buffer.data[name].device)
-    else:
-        print("This run was saved without its buffer: going on with an empty one.")
-    return saved["progress"]
-
-
-def start_from(args, learner):
-    """Puts the networks of --init into a new run: the agents, and a mixer where both runs have one of a shape."""
-    path = Path(args.init) / "checkpoint.pt"
-    if not path.exists():
-        raise SystemExit(f"--init {args.init}: there is no checkpoint.pt")
-    saved = read_file(path)
-    try:
-        refuse_another_map(f"--init {args.init}", saved, learner.env)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    for which in ("online", "target"):
-        for name, network in getattr(learner, which).items():
-            weights, wanted = saved[which].get(name, {}), network.state_dict()
-            if {key: w.shape for key, w in weights.items()} == {key: w.shape for key, w in wanted.items()}:
-                network.load_state_dict(weights)
-            elif name == "agents":
-                about = [f"{key} {saved['args'].get(key)}" for key in ("hidden_dim", "share_parameters")]
-                told = f"is a run of {saved['algorithm']}.py with {', '.join(about)}"
-                raise SystemExit(f"--init {args.init} {told}: its agents do not fit into this one")
-
-
-def as_before(args):
-    """The arguments of the run to resume; whoever gives others is told which."""
-    if args.init:
-        raise SystemExit("--init starts a new run and --resume goes on with an old one: give one of them")
-    path = Path(args.resume) / "checkpoint.pt"
-    if not path.exists():
-        raise SystemExit(f"--resume {args.resume}: there is no checkpoint.pt")
-    saved = read_file(path)
-    if saved["algorithm"] != Path(__file__).stem:
-        raise SystemExit(f"--resume {args.resume} is a run of {saved['algorithm']}.py")
-    if saved["progress"]["complete"] and path.with_name("results.json").exists():
-        raise SystemExit(f"--resume {args.resume}: that run is complete")
-    usual, given = asdict(Args()), asdict(args)
-    if unknown := saved["args"].keys() - usual.keys():
-        raise SystemExit(f"--resume {args.resume} is of another version: it has {', '.join(sorted(unknown))}")
-    before = {**usual, **saved["args"]}  # an older run may lack an option
-    free = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")
-    wrong = [name for name in given if name not in free and given[name] not in (usual[name], before[name])]
-    if wrong:
-        told = ", ".join(f"--{name.replace('_', '-')} {before[name]} (not {given[name]})" for name in wrong)
-        raise SystemExit(f"--resume {args.resume} has {told}")
-    return Args(**{**before, **{name: given[name] for name in free}})
+def load_player(run, env, seats):
+    """The greedy policy of a run, playing `seats` (matches, seats) of matches like those of `env`."""
+    args = checkpoints.load_args(Args, run)
+    agents = Agents(args, env)
+    checkpoints.load_networks(run, env, {"target_agents": agents})
+    return Player(agents, seats)
 
 
 if __name__ == "__main__":
-    args, started = tyro.cli(Args), STARTED
-    args = as_before(args) if args.resume else args
-    check(args)
-    name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(started)}"
-    run = Path(args.resume) if args.resume else Path(args.run_root) / name
-    torch.manual_seed(args.seed)
-    if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-    device = torch.device("cuda" if args.cuda else "cpu")
+    args = runs.parse_args(Args, __file__)
+    check_args(args)
+    device = runs.set_up_torch(args)
     env = make_env(args, args.num_envs, device, args.seed)
     eval_env = make_env(args, args.eval_episodes, device, args.seed + 1) if env.simulated else env
-    print(
-        f"{run}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device.type.upper()}"
-    )
-    team, eval_team = make_team(args, env, args.seed), make_team(args, eval_env, args.seed + 1)
+    team = make_team(args, env, args.seed)
+    eval_team = make_team(args, eval_env, args.seed + 1)
     learner = Learner(args, env)
-    agents, steady = learner.online["agents"], learner.target["agents"]  # who explores, and who plays greedily
-    rollout = Rollout(env, agents, ("obs", "avail", "alive", "action", "terminated"), team)
-    eval_rollout = Rollout(eval_env, steady, (), eval_team)
-    args.buffer_size = args.buffer_size or usual_size(rollout.story, args)
-    buffer = Buffer(
-        rollout.story, args.buffer_size, device if args.buffer_device == "same" else torch.device("cpu"), args.seed
-    )
-    progress = {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": False}
-    progress["next_eval"] = args.eval_interval
-    if args.resume:
-        progress = restore(run, args, learner, buffer, (rollout, eval_rollout))
-    elif args.init:
-        start_from(args, learner)
-    started -= progress["seconds"]
+    runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats), FIELDS)
+    eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.target_agents, eval_team.learner_seats))
+    buffer = ReplayBuffer(args, runner.episodes, device)
+    state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
 
-    if args.track:
-        import wandb
-
-        wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, group=args.wandb_group, name=run.name,
-            id=run.name, resume="allow", sync_tensorboard=True, config=asdict(args), save_code=True,
-        )  # fmt: skip
-    writer = SummaryWriter(run, purge_step=progress["steps"] + 1 if args.resume else None)
-    rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-
-    def log(group, scalars):
-        for key, value in scalars.items():
-            writer.add_scalar(f"{group}/{key}", value, progress["steps"])
-
-    stopping = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopping.append(number))
-    bar = tqdm(total=args.total_timesteps, initial=progress["steps"], unit_scale=True, disable=not sys.stderr.isatty())
-    logged = {"at": time.time(), "steps": progress["steps"], "updates": learner.updates}
-    saved_at = time.time()
-    try:
-        while progress["steps"] < args.total_timesteps and not stopping:
-            # ALGO LOGIC: play a round, keep it, learn from the buffer
-            share = min(progress["steps"] / max(args.exploration_fraction * args.total_timesteps, 1), 1)
-            epsilon = args.start_e + (args.end_e - args.start_e) * share
-            returns, lengths, won, valid = rollout.play(epsilon)
-            steps, episodes = int(lengths.sum()), int(valid.sum())  # asked before the updates: nothing waits for those
-            buffer.add(rollout.story, lengths, valid)
-            updates = (progress["steps"] + steps) // args.train_frequency - progress["steps"] // args.train_frequency
-            if updates and (buffer.lengths > 0).sum() >= args.batch_size:
+    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+        while run.in_progress():
+            # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
+            progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)
+            epsilon = args.start_e + (args.end_e - args.start_e) * progress
+            returns, lengths, won, valid = runner.play(epsilon)
+            steps, episodes = int(lengths.sum()), int(valid.sum())  # read before the updates, to wait for less
+            buffer.add(runner.episodes, lengths, valid)
+            updates = (run.steps + steps) // args.train_frequency - run.steps // args.train_frequency
+            if updates and len(buffer) >= args.batch_size:
                 learner.learn(buffer, updates)
 
-            progress["steps"] += steps
-            progress["episodes"] += episodes
-            progress["seconds"] = time.time() - started
-            bar.update(steps)
-            if time.time() - logged["at"] >= args.log_interval and episodes:
-                updates, losses = learner.updates - logged["updates"], learner.report()
-                if updates:
-                    log("losses", {name: total / updates for name, total in losses.items()})
-                charts = {
-                    "episodic_return": returns[valid].mean().item(),
-                    "episodic_length": lengths[valid].float().mean().item(),
-                    "win_rate": won[valid].float().mean().item(),
-                    "epsilon": epsilon,
-                    "SPS": (progress["steps"] - logged["steps"]) / (time.time() - logged["at"]),
-                }
-                if not env.team_reward:
-                    charts |= {f"episodic_return_{a}": r for a, r in enumerate(returns[valid].mean(0).tolist())}
-                log("charts", charts)
-                logged = {"at": time.time(), "steps": progress["steps"], "updates": learner.updates}
-                line = "return {episodic_return:.2f}, won {win_rate:.0%}, {SPS:,.0f} steps/s".format(**charts)
-                bar.set_postfix_str(line)
-                if bar.disable:
-                    print(f"{progress['seconds']:7.1f} s  {progress['steps']:12,} steps  {line}", flush=True)
-            if progress["steps"] >= progress["next_eval"]:
-                progress["next_eval"] = (progress["steps"] // args.eval_interval + 1) * args.eval_interval
-                returns, _, won = evaluate(eval_rollout, args.eval_episodes)
-                result = {"win_rate": won.float().mean().item(), "episodic_return": returns.mean().item()}
-                log("eval", result)
-                progress["evals"].append({"steps": progress["steps"], "seconds": time.time() - started, **result})
-            if time.time() - saved_at >= args.checkpoint_interval:
-                save(run, args, learner, buffer, (rollout, eval_rollout), progress)
-                saved_at = time.time()
-            if args.time_limit is not None and time.time() - STARTED >= args.time_limit:
-                stopping.append("time limit")
-        if stopping:
-            save(run, args, learner, buffer, (rollout, eval_rollout), progress)
-            raise SystemExit(f"stopped at step {progress['steps']:,}; go on with --resume {run}")
-
-        returns, lengths, won = evaluate(eval_rollout, args.final_eval_episodes)
-        progress |= {"seconds": time.time() - started, "complete": True}
-        save(run, args, learner, buffer, (rollout, eval_rollout), progress)
-    except FloatingPointError as error:
-        path = run / "checkpoint.pt"
-        good = f"the last good checkpoint is {path}" if path.exists() else "no checkpoint was saved before"
-        raise SystemExit(f"stopped at step {progress['steps']:,}: {error}; {good}") from None
-    finally:
-        bar.close()
-        writer.flush()
-
-    final = {
-        "win_rate": won.float().mean().item(), "win_rate_interval": interval(int(won.sum()), len(won)),
-        "episodic_return": returns.mean().item(), "returns_by_agent": returns.mean(0).tolist(),
-        "episodic_length": lengths.float().mean().item(), "episodes": len(won),
-    }  # fmt: skip
-    best = {key: max([final[key], *(e[key] for e in progress["evals"])]) for key in ("win_rate", "episodic_return")}
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
-    results = {
-        "env_id": args.env_id, "algorithm": Path(__file__).stem, "seed": args.seed, "command": " ".join(sys.argv),
-        "final": final, "best": best, **progress, "updates": learner.updates, "versions": versions,
-        "args": asdict(args),
-    }  # fmt: skip
-    (run / "results.part").write_text(json.dumps(results, indent=1))
-    os.replace(run / "results.part", run / "results.json")
-    log("eval", {"win_rate": final["win_rate"], "episodic_return": final["episodic_return"]})
-    writer.close()
+            run.count(steps, episodes)
+            if run.log_due() and episodes:
+                run.log(learner.metrics.pop())
+                run.log_episodes(returns, lengths, won, valid, epsilon)
+            if run.evaluation_due():
+                run.log_evaluation(*eval_runner.evaluate(args.eval_episodes))
+            if run.save_due():
+                run.save()
+        run.finish(*eval_runner.evaluate(args.final_eval_episodes))
     if args.capture_video:
-        film(args, steady, device, run / "match.gif")
-    low, high = final["win_rate_interval"]
-    print(f"{progress['seconds']:.1f} s, {progress['steps']:,} steps, {learner.updates:,} updates")
-    share = f"{final['win_rate']:.1%} ({low:.1%} to {high:.1%})"
-    print(f"of {len(won)} greedy matches won {share}, return {final['episodic_return']:.2f}")
+        video_env = make_env(args, 1, device, args.seed + 2)
+        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")

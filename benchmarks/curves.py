@@ -19,12 +19,9 @@ from matplotlib.ticker import EngFormatter
 
 @dataclass
 class Args:
-    runs: Annotated[list[Path], tyro.conf.Positional]
-    """run folders"""
-    out: Path
-    """the picture to write"""
-    metric: Literal["win_rate", "episodic_return"] = "win_rate"
-    """what to show, of the greedy evaluations"""
+    runs: Annotated[list[Path], tyro.conf.Positional]  # run folders
+    out: Path  # the picture to write
+    metric: Literal["win_rate", "episodic_return"] = "win_rate"  # what to show, of the greedy evaluations
 
 
 def draw(axes, group, against, metric, colour, label):

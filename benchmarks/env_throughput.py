@@ -19,16 +19,12 @@ from envs.stag_hunt import IDS
 
 @dataclass
 class Args:
-    ids: list[str] = field(default_factory=lambda: [*MAPS, *IDS])
-    """environments to time"""
+    ids: list[str] = field(default_factory=lambda: [*MAPS, *IDS])  # environments to time
     matches: list[int] = field(default_factory=list)
     """batch sizes (default: 1 and 1024 on the CPU; 4096, 16384 and 65536 on CUDA)"""
-    devices: list[str] = field(default_factory=lambda: ["cpu"] + ["cuda"] * torch.cuda.is_available())
-    """cpu, cuda"""
-    seconds: float = 1.0
-    """how long to time each row"""
-    options: dict[str, bool] = field(default_factory=dict)
-    """options of the environments, such as obs_last_action True"""
+    devices: list[str] = field(default_factory=lambda: ["cpu"] + ["cuda"] * torch.cuda.is_available())  # cpu, cuda
+    seconds: float = 1.0  # how long to time each row
+    options: dict[str, bool] = field(default_factory=dict)  # options of the environments, such as obs_last_action True
 
 
 STEPS = 32  # in one CUDA graph

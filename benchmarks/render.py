@@ -14,12 +14,9 @@ import envs
 
 @dataclass
 class Args:
-    ids: tuple[str, ...] = ("3m", "27m_vs_30m", "2c_vs_64zg")
-    """environments to draw"""
-    size: int = 480
-    """width of the picture in pixels"""
-    pictures: int = 100
-    """how many to draw for each"""
+    ids: tuple[str, ...] = ("3m", "27m_vs_30m", "2c_vs_64zg")  # environments to draw
+    size: int = 480  # width of the picture in pixels
+    pictures: int = 100  # how many to draw for each
 
 
 if __name__ == "__main__":

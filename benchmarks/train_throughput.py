@@ -10,7 +10,6 @@ samples are learned from for each step that is played.
 """
 
 import re
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import torch
 import tyro
 
 import envs
+from envs import checkpoints
 
 ROOT = Path(__file__).parent.parent
 NEVER = "1000000000000"  # steps that no row gets to
@@ -28,31 +28,23 @@ NEVER = "1000000000000"  # steps that no row gets to
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("iql", "vdn", "qmix")
-    """training scripts"""
-    ids: tuple[str, ...] = ("3m", "8m")
-    """environments"""
-    cuda: bool = False
-    """use the GPU"""
-    replay_ratio: float | None = None
-    """samples learned from for each step played (default: as the script has it)"""
-    num_envs: int | None = None
-    """matches at a time (default: as the script has it)"""
-    batch_size: int | None = None
-    """episodes in an update (default: as the script has it)"""
-    warmup: float = 10.0
-    """seconds left out, from the first line of the log on"""
-    seconds: float = 20.0
-    """seconds that count"""
+    scripts: tuple[str, ...] = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "omg_iql")  # training scripts
+    ids: tuple[str, ...] = ("3m", "8m")  # environments
+    cuda: bool = False  # use the GPU
+    replay_ratio: float | None = None  # samples learned from for each step played (default: as the script has it)
+    num_envs: int | None = None  # matches at a time (default: as the script has it)
+    batch_size: int | None = None  # episodes in an update (default: as the script has it)
+    warmup: float = 10.0  # seconds left out, from the first line of the log on
+    seconds: float = 20.0  # seconds that count
 
 
 def settings(script, env_id, args):
     """(matches, steps for each update, batch, replay ratio) of a row."""
-    code = runpy.run_path(str(ROOT / f"{script}.py"))
-    usual = code["Args"](env_id=env_id, cuda=args.cuda)
-    code["check"](usual)
-    every, matches = usual.train_frequency, args.num_envs or usual.num_envs
-    batch = args.batch_size or usual.batch_size
+    module = checkpoints.load_script(script)
+    defaults = module.Args(env_id=env_id, cuda=args.cuda)
+    module.check_args(defaults)
+    every, matches = defaults.train_frequency, args.num_envs or defaults.num_envs
+    batch = args.batch_size or defaults.batch_size
     samples = batch * random_length(env_id)  # of an update
     if args.replay_ratio is not None:
         every = max(round(samples / args.replay_ratio), 1)
@@ -78,6 +70,8 @@ def throughput(script, env_id, matches, every, batch, args):
         command += ["--num-envs", str(matches), "--train-frequency", str(every), "--batch-size", str(batch)]
         command += ["--total-timesteps", NEVER, "--eval-interval", NEVER]
         command += ["--checkpoint-interval", NEVER, "--no-save-buffer", *["--cuda"] * args.cuda]
+        if "pretrain_updates" in checkpoints.load_script(script).Args.__dataclass_fields__:
+            command += ["--pretrain-timesteps", "1", "--pretrain-updates", "1"]
         run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         lines, marks = [], []
         for line in run.stdout:
@@ -98,10 +92,10 @@ def throughput(script, env_id, matches, every, batch, args):
 if __name__ == "__main__":
     args = tyro.cli(Args)
     heads = ("script", "environment", "matches", "every", "batch", "ratio", "steps/s", "replayed/s")
-    print("{:8} {:14} {:>8} {:>8} {:>6} {:>6} {:>10} {:>11}".format(*heads))
+    print("{:12} {:14} {:>8} {:>8} {:>6} {:>6} {:>10} {:>11}".format(*heads))
     for env_id in args.ids:
         for script in args.scripts:
             matches, every, batch, ratio = settings(script, env_id, args)
             rate = throughput(script, env_id, matches, every, batch, args)
             row = f"{matches:8} {every:8} {batch:6} {ratio:6.2f} {rate:10,.0f} {rate * ratio:11,.0f}"
-            print(f"{script:8} {env_id:14} {row}", flush=True)
+            print(f"{script:12} {env_id:14} {row}", flush=True)

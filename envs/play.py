@@ -5,7 +5,6 @@ python -m envs.play 8m --policy weakest --out match.html
 python -m envs.play 8m --policy runs/8m__omg_iql__1 --window
 """
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from PIL import Image
 
 import envs
 from envs import page, render
+from envs.episodes import load_runner
 
-ROOT = Path(__file__).parent.parent  # where the training scripts are
 FORMATS = (".gif", ".mp4", ".html")
 
 
@@ -31,70 +30,53 @@ class Args:
     """the environment, one of envs.list_ids()"""
     policy: str | None = None
     """one of the environment's policies (None: its first), one for each seat with commas, or a training run's folder"""
-    episodes: int = 1
-    """how many matches to play"""
-    out: Path | None = None
-    """file to write: .gif, .mp4 or .html"""
-    seed: int = 0
-    """of the first match"""
-    n_agents: int | None = None
-    """size of the team, where the environment can be resized"""
-    size: int = 480
-    """width of the picture in pixels"""
-    fps: float = 8.0
-    """steps shown in a second"""
-    sight: tuple[int, ...] = ()
-    """agents whose sight is shaded"""
-    window: bool = False
-    """show the matches while they are played"""
-    device: str = "cpu"
-    """where to play: cpu or cuda"""
+    episodes: int = 1  # how many matches to play
+    out: Path | None = None  # file to write: .gif, .mp4 or .html
+    seed: int = 0  # of the first match
+    n_agents: int | None = None  # size of the team, where the environment can be resized
+    size: int = 480  # width of the picture in pixels
+    fps: float = 8.0  # steps shown in a second
+    sight: tuple[int, ...] = ()  # agents whose sight is shaded
+    window: bool = False  # show the matches while they are played
+    device: str = "cpu"  # where to play: cpu or cuda
 
 
 # ---- who plays ----
-def policy_of(name, env):
-    """A function (obs, info) -> actions (1, n_agents), from a name, names with commas or a run's folder."""
+def load_policy(name, env):
+    """(act(obs, info) -> joint actions, goals() -> predictions to mark), from scripted policies or a run's folder."""
     seats = name.split(",")
     if set(seats) <= set(env.policies):
         if len(seats) not in (1, env.n_agents):
             raise ValueError(f"{env.name} has {env.n_agents} seats, but there are {len(seats)} policies")
         numbers = torch.tensor([env.policies.index(seat) for seat in seats]).expand(env.num_envs, env.n_agents)
-        return lambda obs, info: env.scripted_actions(numbers)
+        return lambda obs, info: env.scripted_actions(numbers), lambda: []
     if Path(name).is_dir():
-        return trained_policy(Path(name), env)
+        runner = load_runner(name, env)
+        return runner.policy, runner.goals
     raise ValueError(
         f"unknown policy {name!r}: one of {', '.join(env.policies)}, {env.n_agents} of them with commas, "
         "or the folder of a training run"
     )
 
 
-def trained_policy(folder, env):
-    """What a training script makes of its run's folder.
+def predicted_places(env, seat, predicted_obs, obs):
+    """The places of the others that the agent in `seat` of the first match sees, taken from predicted observations.
 
-    If the function it returns has an attribute `goals`, a list as for `env.render`, these are shown.
+    (seat, x, y) in a battle, (seat, row, column) on a grid, to be marked by env.render.
     """
-    checkpoint = folder / "checkpoint.pt"
-    if not checkpoint.is_file():
-        raise ValueError(f"there is no checkpoint.pt in {folder}")
-    algorithm = torch.load(checkpoint, map_location="cpu", weights_only=True).get("algorithm")
-    return load_script(algorithm, checkpoint).load_policy(folder, env)
-
-
-def load_script(algorithm, checkpoint):
-    """The training script that made a checkpoint, as a module."""
-    script = ROOT / f"{algorithm}.py"
-    if not str(algorithm).isidentifier() or not script.is_file():
-        raise ValueError(f"{checkpoint} is of the algorithm {algorithm!r}, but there is no script {script}")
-    spec = importlib.util.spec_from_file_location(algorithm, script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[algorithm] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    if not hasattr(env, "places"):
+        return []
+    places = env.places(predicted_obs)[0][0, 0]
+    visible = env.places(obs)[1][0, 0]
+    if hasattr(env, "units"):  # places are relative to the agent
+        units = env.units()
+        places = places + torch.stack((units["x"][0, seat], units["y"][0, seat]))
+    return [(seat, *place) for place, seen in zip(places.tolist(), visible.tolist()) if seen]
 
 
 # ---- playing ----
-def play(env, act, seed, watch):
-    """Plays a match; returns (its scenes, its summary). Each scene is shown to `watch` as soon as it is there."""
+def play(env, act, goals, seed, watch=lambda scene: None):
+    """Plays a match; returns (its scenes, its summary). Each scene is passed to `watch` at once."""
     obs, info = env.reset(seed=seed)
     scenes, total, over = [], 0.0, False
     while True:
@@ -102,14 +84,21 @@ def play(env, act, seed, watch):
         if not over:
             with torch.no_grad():
                 actions = act(obs, info)
-            if getattr(act, "goals", None):
-                scenes[-1]["goals"] = [[float(value) for value in goal] for goal in act.goals]
+                predicted = goals()
+            if predicted:
+                scenes[-1]["goals"] = [[float(value) for value in goal] for goal in predicted]
         watch(scenes[-1])
         if over:
             return scenes, f"return {total:.2f}, {scenes[-1]['status']}, {scenes[-1]['step']} steps"
         obs, reward, terminated, truncated, info = env.step(actions)
         total += float(reward[0].mean())
         over = bool(terminated[0] | truncated[0])
+
+
+def record(runner, path, seed=None, fps=8.0):
+    """A GIF of one greedy match of a runner's."""
+    scenes, _ = play(runner.env, runner.policy, runner.goals, seed)
+    write_gif(path, [render.draw(scene, goals=scene.get("goals")) for scene in scenes], fps)
 
 
 # ---- showing ----
@@ -177,11 +166,11 @@ def main(args):
     env = envs.make(args.env_id, device=args.device, seed=args.seed, n_agents=args.n_agents)
     if not all(0 <= agent < env.n_agents for agent in args.sight):
         raise ValueError(f"--sight takes agents from 0 to {env.n_agents - 1}, not {args.sight}")
-    act = policy_of(args.policy or env.policies[0], env)
+    act, goals = load_policy(args.policy or env.policies[0], env)
     watch = Window(args) if args.window else lambda scene: None
     episodes, names = [], []
     for number in range(args.episodes):
-        scenes, summary = play(env, act, args.seed if number == 0 else None, watch)
+        scenes, summary = play(env, act, goals, args.seed if number == 0 else None, watch)
         print(f"match {number}: {summary}", flush=True)
         episodes.append(scenes)
         names.append(f"{number}: {summary}")

@@ -1,239 +1,353 @@
-"""Who else is on the team: seats played by fixed policies, scripted ones or networks of earlier runs, anew every match.
+"""Team-mates: seats played by fixed policies, scripted ones or earlier runs, drawn anew for every match.
 
     team = Team(env, "6qmix1nearest1learner", pool=["runs/8m__qmix__*"])
-    team.draw()                                   before every reset: who plays with whom, and in which seats
-    own = policy(team.mine(env.obs))              (matches, the learner's seats)
-    actions = team.complete(own, last_actions)    (matches, all seats)
+    team.draw()                                                 before every reset: policies and seats of each match
+    action = policy(team.select(env.obs))                       (matches, the learner's seats)
+    joint_action = team.joint_action(action, last_action)       (matches, n_agents)
 
-The networks of all runs act in one batched call, and a step can be captured in a CUDA graph.
+Runs whose networks have the layout of iql.py act in one batched call; any other run acts through the player that its
+script loads. A step can be captured in a CUDA graph.
 """
 
 import glob
 import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-BATTLE_ROSTER = ("nearest", "weakest", "kite")  # the others, where nobody says who they are
-PARTS = re.compile(r"(\d+)([A-Za-z_]+)")
+from envs import checkpoints
+from envs.episodes import Inputs, load_player, preserved_rng
 
-
-def sizes_of(env):
-    """What a network's inputs and outputs depend on."""
-    return {name: getattr(env, name) for name in ("n_agents", "n_actions", "obs_dim", "state_dim", "episode_limit")}
+DEFAULT_SCRIPTED = ("nearest", "weakest", "kite")  # the team-mates in a battle, where none are named
+GROUP = re.compile(r"(\d+)([A-Za-z_]+)")
 
 
 class Team:
-    """`own` (num_envs, seats) are the learner's seats, `who` (num_envs, n_agents) the others' policies (learner: -1).
+    """`learner_seats` (num_envs, seats); `policy_id` (num_envs, n_agents) of everybody else, -1 for the learner.
 
-    The text names the seats in order; `self` gives them all to the learner, `scripted` (or None) is one learner among
-    scripted others. The order is turned from match to match, so that every seat is learned. A pool has run folders and
-    names of scripted policies; in the text `other` is any of them, and an algorithm's name any of its runs. With an
-    understudy the others' policies play the learner's seats as well.
+    `spec` names the seats in order: `self` gives all to the learner; `scripted` (or None) is one learner among scripted
+    team-mates; otherwise numbers and names, such as 6qmix2learner. Seats rotate from match to match, so that every one
+    of them is learned. A pool has run folders and names of scripted policies; in the spec `other` is any of them, and
+    an algorithm's name any of its runs. With `stand_in` the team-mates' policies play the learner's seats as well.
     """
 
     def __init__(
         self,
         env,
-        text=None,
-        learners=("learner",),
+        spec=None,
+        learner_names=("learner",),
         pool=(),
         seat="rotate",
         mix=False,
         epsilon=0.0,
         seed=0,
-        understudy=False,
+        stand_in=False,
     ):
-        self.env, self.mix, self.epsilon, self.seed, self.rounds = env, mix, epsilon, seed, 0
+        self.env = env
+        self.mix = mix
+        self.epsilon = epsilon
+        self.seed = seed
+        self.rounds = 0
+        self.runs = read_pool([path for path in pool if str(path) not in env.policies], env)
+        self.policy_names = [*env.policies, *(run.path for run in self.runs)]  # by policy_id
         scripts = [env.policies.index(name) for name in map(str, pool) if name in env.policies]
-        self.runs = read_runs([path for path in pool if str(path) not in env.policies], env)
-        scripted = [name for name in env.policies if name in BATTLE_ROSTER] or list(env.policies)
-        self.names = [*env.policies, *(run["path"] for run in self.runs)]  # what the numbers of `who` mean
-        self.pool = [*dict.fromkeys(scripts), *range(len(env.policies), len(self.names))]  # these numbers are others
-        if self.pool and text in (None, "self", "scripted"):
-            raise ValueError(
-                f"nobody of the pool would play; a team with them is {env.n_agents - 1}other1{learners[0]}"
-            )
-        self.parts = []  # (seats, numbers of the policies to draw from), None for the learner
-        if text == "self":
-            self.parts = [(env.n_agents, None)]
-        elif text in (None, "scripted"):
-            roster = [env.policies.index(name) for name in scripted]
-            self.parts = [(env.n_agents - 1, roster), (1, None)]
-        else:
-            for count, name in _parse(text):
-                self.parts.append((count, None if name in learners else self._candidates(name, text, learners)))
-        seats = [p for p, (count, _) in enumerate(self.parts) for _ in range(count)]
+        self.pool = [*dict.fromkeys(scripts), *range(len(env.policies), len(self.policy_names))]
+        if self.pool and spec in (None, "self", "scripted"):
+            example = f"{env.n_agents - 1}other1{learner_names[0]}"
+            raise ValueError(f"nobody of the pool would play; a team with them is {example}")
+        self.groups = self._groups(spec, learner_names)
+        seats = [g for g, (count, _) in enumerate(self.groups) for _ in range(count)]
         if len(seats) != env.n_agents:
-            raise ValueError(f"team {text!r} has {len(seats)} seats, but {env.name} has {env.n_agents}")
-        self._open = [p for p, (_, numbers) in enumerate(self.parts) if numbers is None]
-        own = [place for place, p in enumerate(seats) if p in self._open]
+            raise ValueError(f"team {spec!r} has {len(seats)} seats, but {env.name} has {env.n_agents}")
+        self._learner_groups = [g for g, (_, policies) in enumerate(self.groups) if policies is None]
+        own = [place for place, g in enumerate(seats) if g in self._learner_groups]
         if not own:
-            raise ValueError(f"team {text!r} leaves no seat for the learner: name one of them {' or '.join(learners)}")
-        everybody = sorted({number for _, numbers in self.parts for number in numbers or ()})
-        if understudy and everybody:
-            self.parts = [(count, everybody if numbers is None else numbers) for count, numbers in self.parts]
-        self.arrangement, self.seat = np.array(seats), _seat(seat, env.n_agents)
-        if isinstance(self.seat, int):
-            self.seat = (self.seat - own[0]) % env.n_agents  # how far the arrangement is turned
+            names = " or ".join(learner_names)
+            raise ValueError(f"team {spec!r} leaves no seat for the learner: name one of them {names}")
+        self.used = sorted({policy for _, policies in self.groups for policy in policies or ()})
+        if stand_in and self.used:
+            self.groups = [(count, self.used if policies is None else policies) for count, policies in self.groups]
+        self.arrangement = np.array(seats)
+        self.rotation = _rotation(seat, own[0], env.n_agents)
 
-        def blank(kind):
-            return torch.zeros((env.num_envs, env.n_agents), dtype=kind, device=env.device)
+        def zeros(dtype, seats=env.n_agents):
+            return torch.zeros((env.num_envs, seats), dtype=dtype, device=env.device)
 
-        self.who, self._policy, self._scripted = blank(torch.long), blank(torch.long), blank(torch.bool)
-        self.own, self._mine = blank(torch.long)[:, : len(own)].clone(), blank(torch.bool)
-        used = {number for _, numbers in self.parts for number in numbers or ()}
-        self._has_scripts = any(number < len(env.policies) for number in used)
-        first = len(env.policies)
-        weights = {r: run["weights"] for r, run in enumerate(self.runs) if first + r in used}
-        self.networks = Networks(env, weights, max((self.most_seats(first + r) for r in weights), default=0))
+        self.learner_seats = zeros(torch.long, len(own))
+        self.policy_id = zeros(torch.long)
+        self._is_learner = zeros(torch.bool)
+        self._is_scripted = zeros(torch.bool)
+        self._script = zeros(torch.long)
+        self._has_scripts = any(policy < len(env.policies) for policy in self.used)
+        self.networks, self.players = self._load_runs()
         self.draw()
 
-    def _candidates(self, name, text, learners):
+    def _groups(self, spec, learner_names):
+        """(seats, policies to draw from) of every group of seats; None instead of policies for the learner."""
+        env = self.env
+        if spec == "self":
+            return [(env.n_agents, None)]
+        if spec in (None, "scripted"):
+            names = [name for name in env.policies if name in DEFAULT_SCRIPTED] or env.policies
+            return [(env.n_agents - 1, [env.policies.index(name) for name in names]), (1, None)]
+        return [
+            (count, None if name in learner_names else self._candidates(name, spec, learner_names))
+            for count, name in _parse(spec)
+        ]
+
+    def _candidates(self, name, spec, learner_names):
         if name in self.env.policies:
             return [self.env.policies.index(name)]
         if name == "other" and self.pool:
             return self.pool
-        numbers = [len(self.env.policies) + r for r, run in enumerate(self.runs) if run["algorithm"] == name]
-        if not numbers:
-            known = ", ".join([*learners, *self.env.policies, *sorted({run["algorithm"] for run in self.runs})])
-            raise ValueError(f"team {text!r}: there is no {name!r} in the pool; known are {known}")
-        return numbers
+        first = len(self.env.policies)
+        policies = [first + r for r, run in enumerate(self.runs) if run.algorithm == name]
+        if not policies:
+            known = ", ".join([*learner_names, *self.env.policies, *sorted({run.algorithm for run in self.runs})])
+            raise ValueError(f"team {spec!r}: there is no {name!r} in the pool; known are {known}")
+        return policies
+
+    def _load_runs(self):
+        """(the runs that act in one batched call, the others by policy_id)"""
+        env = self.env
+        stacked, players = {}, {}
+        hidden_dims = set()
+        for policy in (policy for policy in self.used if policy >= len(env.policies)):
+            run = self.runs[policy - len(env.policies)]
+            if can_stack(run, env) and len(hidden_dims | {run.weights["fc1.bias"].shape[-1]}) == 1:
+                hidden_dims.add(run.weights["fc1.bias"].shape[-1])
+                stacked[policy] = run.weights
+            else:
+                matches = min(self.max_seats(policy), env.num_envs)
+                players[policy] = RunPlayer(run.path, env, matches)
+        capacity = max((self.max_seats(policy) for policy in stacked), default=0)
+        return StackedNetworks(env, stacked, capacity), players
 
     def draw(self):
-        """Deals the matches' teams and seats: every policy of a part to equally many, in an order of this round.
+        """Draws policies and seats of all matches: every policy of a group equally often, in a new order each round.
 
-        Where that does not come out even, rounds begin with those whose turn it is.
+        Where that does not divide evenly, rounds take turns.
         """
-        if self.rounds and self.own.shape[1] == self.env.n_agents:
-            return  # there is nobody to deal for
-        matches, rng, turn = self.env.num_envs, np.random.default_rng([self.seed, self.rounds]), self.seat
-        if turn == "rotate":
-            turn = np.arange(matches) + self.rounds
-        elif turn == "random":
-            turn = rng.integers(self.env.n_agents, size=matches)
+        if self.rounds and self.learner_seats.shape[1] == self.env.n_agents:
+            return  # there is nobody to draw
+        matches = self.env.num_envs
+        rng = np.random.default_rng([self.seed, self.rounds])
+        rotation = self.rotation
+        if rotation == "rotate":
+            rotation = np.arange(matches) + self.rounds
+        elif rotation == "random":
+            rotation = rng.integers(self.env.n_agents, size=matches)
 
         def choose(count, policies):
-            deals = matches * (count if self.mix else 1)
-            drawn = (rng.permutation(deals) + self.rounds * deals) % policies
+            draws = matches * (count if self.mix else 1)
+            drawn = (rng.permutation(draws) + self.rounds * draws) % policies
             return drawn if self.mix else drawn.repeat(count)
 
-        self.deal(turn, choose)
+        self.assign(rotation, choose)
 
-    def deal(self, turn, choose):
-        """Seats the teams of a round, turned by `turn`, a number or one for every match.
+    def assign(self, rotation, choose):
+        """Seats the teams of a round, rotated by `rotation`, a number or one for every match.
 
-        choose(seats, policies) says which of so many policies gets each seat of a part, match after match.
+        choose(count, policies) returns which of so many policies gets each of a group's seats, match after match.
         """
-        env, seats = self.env, np.arange(self.env.n_agents)
-        part = self.arrangement[(seats - np.reshape(turn, (-1, 1))) % env.n_agents]
-        part = np.broadcast_to(part, (env.num_envs, env.n_agents))
-        who = np.full(part.shape, -1)
-        for p, (count, numbers) in enumerate(self.parts):
-            if numbers is not None:
-                who[part == p] = np.array(numbers)[np.ravel(choose(count, len(numbers)))]
+        env = self.env
+        seats = np.arange(env.n_agents)
+        group = self.arrangement[(seats - np.reshape(rotation, (-1, 1))) % env.n_agents]
+        group = np.broadcast_to(group, (env.num_envs, env.n_agents))
+        policy_id = np.full(group.shape, -1)
+        for g, (count, policies) in enumerate(self.groups):
+            if policies is not None:
+                policy_id[group == g] = np.array(policies)[np.ravel(choose(count, len(policies)))]
         self.rounds += 1
-        self.own.copy_(torch.from_numpy(np.nonzero(np.isin(part, self._open))[1].reshape(self.own.shape)))
-        self.who.copy_(torch.from_numpy(who))
-        self._mine.copy_(self.who < 0)
-        self._scripted.copy_(torch.from_numpy((who >= 0) & (who < len(env.policies))))
-        self._policy.copy_(torch.from_numpy(np.where((who >= 0) & (who < len(env.policies)), who, 0)))
-        self.networks.deal(who - len(env.policies))
+        learner_seats = np.nonzero(np.isin(group, self._learner_groups))[1].reshape(self.learner_seats.shape)
+        is_scripted = (policy_id >= 0) & (policy_id < len(env.policies))
+        self.learner_seats.copy_(torch.from_numpy(learner_seats))
+        self.policy_id.copy_(torch.from_numpy(policy_id))
+        self._is_learner.copy_(self.policy_id < 0)
+        self._is_scripted.copy_(torch.from_numpy(is_scripted))
+        self._script.copy_(torch.from_numpy(np.where(is_scripted, policy_id, 0)))
+        self.networks.assign(policy_id)
+        for policy, player in self.players.items():
+            player.assign((policy_id == policy).any(1))
 
-    def most_seats(self, number):
-        """How many seats, of all matches, a policy can be dealt in a round."""
-        matches, most = self.env.num_envs, 0
-        for count, numbers in self.parts:
-            if numbers is not None and number in numbers:
-                most += -(-matches * count // len(numbers)) if self.mix else -(-matches // len(numbers)) * count
-        return most
+    def max_seats(self, policy):
+        """How many seats, of all matches together, a policy can be assigned in a round."""
+        matches = self.env.num_envs
+        seats = 0
+        for count, policies in self.groups:
+            if policies is not None and policy in policies:
+                if self.mix:
+                    seats += -(-matches * count // len(policies))
+                else:
+                    seats += -(-matches // len(policies)) * count
+        return seats
 
-    def mine(self, values):
+    def select(self, values):
         """(num_envs, n_agents, ...) -> (num_envs, the learner's seats, ...)"""
-        if self.own.shape[1] == self.env.n_agents:
+        if self.learner_seats.shape[1] == self.env.n_agents:
             return values
-        own = self.own.view(*self.own.shape, *(1 for _ in values.shape[2:]))
-        return values.gather(1, own.expand(*self.own.shape, *values.shape[2:]))
+        seats = self.learner_seats.view(*self.learner_seats.shape, *(1 for _ in values.shape[2:]))
+        return values.gather(1, seats.expand(*self.learner_seats.shape, *values.shape[2:]))
 
     @torch.no_grad()
-    def complete(self, own_action, last_action):
-        """Everybody's actions, (num_envs, n_agents): the learner's, and what the others do now.
+    def joint_action(self, action, last_action):
+        """Everybody's actions, (num_envs, n_agents): the learner's, and the team-mates'.
 
-        `last_action` is what everybody did before; -1 starts the memory of a network anew.
+        `last_action` (num_envs, n_agents) is -1 where an episode begins: there hidden states start anew.
         """
-        if not self._has_scripts and not self.networks.count:
-            return own_action
-        others = self.env.scripted_actions(self._policy) if self._has_scripts else self._policy
+        if not self.used:
+            return action
+        joint = self.env.scripted_actions(self._script) if self._has_scripts else self._script
         if self.networks.count:
-            others = torch.where(self._scripted, others, self.networks.act(last_action, self.epsilon))
-        return torch.where(self._mine, others.scatter(1, self.own, own_action), others)
+            joint = torch.where(self._is_scripted, joint, self.networks.act(last_action, self.epsilon))
+        for policy, player in self.players.items():
+            joint = torch.where(self.policy_id == policy, player.act(last_action, self.epsilon), joint)
+        return torch.where(self._is_learner, joint.scatter(1, self.learner_seats, action), joint)
 
 
-class Networks:
-    """The networks of several runs, weights stacked: each acts for the seats dealt to it, all in one call."""
+def _parse(spec):
+    groups = [(int(count), name) for count, name in GROUP.findall(spec)]
+    if "".join(f"{count}{name}" for count, name in groups) != spec or not all(count for count, _ in groups):
+        raise ValueError(f"a team is written as numbers and names, such as 7qmix1omg or 3NH1learner, not {spec!r}")
+    return groups
+
+
+def _rotation(seat, first, n_agents):
+    """`rotate`, `random`, or by how many seats the arrangement is shifted to put its learner at a fixed seat."""
+    if seat in ("rotate", "random"):
+        return seat
+    if str(seat).isdigit() and int(seat) < n_agents:
+        return (int(seat) - first) % n_agents
+    raise ValueError(f"the learner's seat is rotate, random or a number from 0 to {n_agents - 1}, not {seat!r}")
+
+
+# ---- runs as team-mates ----
+@dataclass
+class PoolRun:
+    path: str
+    algorithm: str
+    weights: dict  # of the network that plays greedily
+
+
+def read_pool(pool, env):
+    """The runs of a pool: paths or patterns of run folders, of any script."""
+    runs = []
+    for pattern in pool:
+        paths = sorted(path for path in glob.glob(str(pattern)) if (Path(path) / "checkpoint.pt").exists())
+        if not paths:
+            raise ValueError(f"there is no run with a checkpoint.pt at {pattern}")
+        for path in paths:
+            saved = checkpoints.read_run(path)
+            checkpoints.check_env(path, saved, env)
+            runs.append(PoolRun(path, saved["algorithm"], saved["networks"].get("target_agents", {})))
+    repeated = [path for path, times in Counter(run.path for run in runs).items() if times > 1]
+    if repeated:
+        raise ValueError(f"the pool names {repeated[0]} more than once")
+    return runs
+
+
+class RunPlayer:
+    """A run as a team-mate, through the player of its own script. It plays all seats of the matches assigned to it."""
+
+    def __init__(self, path, env, matches):
+        self.env = env
+        seats = torch.arange(env.n_agents, device=env.device).repeat(matches, 1)
+        self.player = load_player(path, env, seats)
+        self.seats = seats
+        self.match = torch.zeros(matches, dtype=torch.long, device=env.device)  # which match each row is
+        self.row = torch.zeros(env.num_envs, dtype=torch.long, device=env.device)  # which row each match is
+
+    def assign(self, plays):
+        """`plays` (num_envs,): the matches it plays in. Unused rows play match 0, and their actions are ignored."""
+        mine = np.flatnonzero(plays)
+        match = np.zeros(len(self.match), int)
+        row = np.zeros(len(self.row), int)
+        match[: len(mine)] = mine
+        row[mine] = np.arange(len(mine))
+        self.match.copy_(torch.from_numpy(match))
+        self.row.copy_(torch.from_numpy(row))
+
+    def act(self, last_action, epsilon):
+        last_action = last_action[self.match]
+        self.player.reset((last_action < 0).all(1))
+        obs, avail = self.env.obs[self.match], self.env.info["avail"][self.match]
+        inputs = Inputs(obs, avail, last_action, last_action, self.seats)
+        return self.player.act(inputs, epsilon)[self.row]
+
+
+class StackedNetworks:
+    """The networks of several runs with their weights stacked: each acts for the seats assigned to it, in one call."""
 
     def __init__(self, env, runs, capacity):
-        """`runs`: number -> weights; `capacity`: how many seats, of all matches, a run can be dealt"""
-        self.env, self.count = env, 0
+        """`runs`: policy_id -> weights; `capacity`: how many seats, of all matches, a run can be assigned"""
+        self.env = env
+        self.count = 0
         if not runs:
             return
-        self.slots = {}  # number of a run -> its networks: one, or one for every seat
-        layers = []
-        for number, weights in runs.items():
-            stacked = _stack(weights)
-            self.slots[number] = range(len(layers), len(layers) + len(stacked["into"][0]))
-            layers += [{key: (w[i], b[i]) for key, (w, b) in stacked.items()} for i in range(len(stacked["into"][0]))]
-        hidden = {layer["into"][0].shape[1] for layer in layers}
-        if len(hidden) > 1:
-            raise ValueError(f"runs of one pool have equally many hidden units, not {sorted(hidden)}")
-        self.layers = {
-            key: tuple(torch.stack([layer[key][part] for layer in layers]).to(env.device) for part in range(2))
-            for key in layers[0]
-        }  # name -> weight (networks, inputs, outputs), bias (networks, outputs)
-        self.count = len(layers)
-        self.h = torch.zeros(self.count, capacity, hidden.pop(), device=env.device)
-        self.rows = torch.zeros(self.count, capacity, dtype=torch.long, device=env.device)  # whom each place acts for
-        self.places = torch.zeros_like(env.actions)  # who acts for each row (match, seat)
-        self.seat = torch.eye(env.n_agents, device=env.device).repeat(env.num_envs, 1)
-        self.choices = torch.arange(env.n_actions, device=env.device)
+        self.slots = {}  # policy_id -> its networks: one, or one for every seat
+        networks = []
+        for policy, weights in runs.items():
+            layers = layers_of(weights)
+            count = len(layers["fc1"][0])
+            self.slots[policy] = range(len(networks), len(networks) + count)
+            for i in range(count):
+                networks.append({name: (weight[i], bias[i]) for name, (weight, bias) in layers.items()})
+        self.layers = {}  # name -> weight (networks, inputs, outputs), bias (networks, outputs)
+        for name in networks[0]:
+            weights, biases = zip(*(network[name] for network in networks))
+            self.layers[name] = torch.stack(weights).to(env.device), torch.stack(biases).to(env.device)
+        self.count = len(networks)
+        self.hidden = torch.zeros(self.count, capacity, self.layers["fc1"][1].shape[1], device=env.device)
+        # rows are seats of matches, flattened; each network has `capacity` places for the rows it acts for
+        self.rows = torch.zeros(self.count, capacity, dtype=torch.long, device=env.device)
+        self.places = torch.zeros((env.num_envs, env.n_agents), dtype=torch.long, device=env.device)
+        self.seat_one_hot = torch.eye(env.n_agents, device=env.device).repeat(env.num_envs, 1)
+        self.actions = torch.arange(env.n_actions, device=env.device)
 
-    def deal(self, run):
-        """Gives every row (match, seat) of `run` (num_envs, n_agents) a place with its network; below 0: to others.
+    def assign(self, policy_id):
+        """Gives every seat (num_envs, n_agents) of these runs a place with its network.
 
-        Places that nobody needs act for row 0, and nobody asks what they do.
+        Unused places act for row 0, and their actions are ignored.
         """
         if not self.count:
             return
-        network = np.full(run.size, -1)
-        for number, slots in self.slots.items():
-            seats = np.broadcast_to(np.arange(run.shape[1]) if len(slots) > 1 else 0, run.shape)
-            network = np.where(run.ravel() == number, slots.start + seats.ravel(), network)
+        network = np.full(policy_id.size, -1)
+        for policy, slots in self.slots.items():
+            seat = np.arange(policy_id.shape[1]) if len(slots) > 1 else 0
+            of_seat = np.broadcast_to(slots.start + seat, policy_id.shape)
+            network = np.where(policy_id.ravel() == policy, of_seat.ravel(), network)
         mine = np.flatnonzero(network >= 0)
         mine = mine[np.argsort(network[mine], kind="stable")]
-        of = network[mine]
-        place = np.arange(len(of)) - np.searchsorted(of, of)
-        rows, places = np.zeros(self.rows.shape, int), np.zeros(run.size, int)
-        rows[of, place], places[mine] = mine, of * rows.shape[1] + place
+        network = network[mine]
+        place = np.arange(len(network)) - np.searchsorted(network, network)
+        rows = np.zeros(self.rows.shape, int)
+        rows[network, place] = mine
+        places = np.zeros(policy_id.size, int)
+        places[mine] = network * rows.shape[1] + place
         self.rows.copy_(torch.from_numpy(rows))
-        self.places.copy_(torch.from_numpy(places.reshape(run.shape)))
+        self.places.copy_(torch.from_numpy(places.reshape(policy_id.shape)))
 
     def act(self, last_action, epsilon):
-        env, rows = self.env, self.rows.flatten()
-        before = last_action.flatten()[rows]
-        inputs = (env.obs.flatten(0, 1)[rows], (before.unsqueeze(1) == self.choices), self.seat[rows])
-        h = self.h * (before >= 0).view(*self.rows.shape, 1)  # (networks, places, hidden)
-        x = self._layer("into", torch.cat(inputs, 1).unflatten(0, self.rows.shape)).relu()
-        reset, keep, new = self._layer("of_input", x).chunk(3, -1)
-        reset_h, keep_h, new_h = self._layer("of_state", h).chunk(3, -1)
+        rows = self.rows.flatten()
+        last_action = last_action.flatten()[rows]
+        obs = self.env.obs.flatten(0, 1)[rows]
+        avail = self.env.info["avail"].flatten(0, 1)[rows]
+        x = torch.cat((obs, last_action.unsqueeze(1) == self.actions, self.seat_one_hot[rows]), 1)
+        h = self.hidden * (last_action >= 0).view(*self.rows.shape, 1)  # (networks, places, hidden)
+        x = self._layer("fc1", x.unflatten(0, self.rows.shape)).relu()
+        reset, update, new = self._layer("rnn_input", x).chunk(3, -1)
+        reset_h, update_h, new_h = self._layer("rnn_hidden", h).chunk(3, -1)
         new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
-        self.h.copy_(torch.lerp(new, h, torch.sigmoid(keep + keep_h)))
-        q = self._layer("out", self.h).flatten(0, 1)
+        self.hidden.copy_(torch.lerp(new, h, torch.sigmoid(update + update_h)))
+        q = self._layer("fc2", self.hidden).flatten(0, 1)
         if epsilon > 0:
             noise = torch.rand((len(q), q.shape[1] + 1), device=q.device)
             q = torch.where(noise[:, -1:] < epsilon, noise[:, :-1], q)
-        action = q.masked_fill(~env.info["avail"].flatten(0, 1)[rows], -1e9).argmax(1)
+        action = q.masked_fill(~avail, -1e9).argmax(1)
         return action[self.places]
 
     def _layer(self, name, x):
@@ -241,77 +355,57 @@ class Networks:
         return torch.baddbmm(bias.unsqueeze(1), x, weight)
 
 
-def _parse(text):
-    parts = [(int(count), name) for count, name in PARTS.findall(text)]
-    if "".join(f"{count}{name}" for count, name in parts) != text or not all(count for count, _ in parts):
-        raise ValueError(f"a team is written as numbers and names, such as 7qmix1omg or 3NH1learner, not {text!r}")
-    return parts
+# the weights and biases of the stacked layers, in a run with shared parameters and in one with a network for each seat
+SHARED = {
+    "fc1": ("fc1.weight", "fc1.bias"),
+    "rnn_input": ("rnn.weight_ih_l0", "rnn.bias_ih_l0"),
+    "rnn_hidden": ("rnn.weight_hh_l0", "rnn.bias_hh_l0"),
+    "fc2": ("fc2.weight", "fc2.bias"),
+}
+PER_SEAT = SHARED | {
+    "rnn_input": ("rnn.fc_input.weight", "rnn.fc_input.bias"),
+    "rnn_hidden": ("rnn.fc_hidden.weight", "rnn.fc_hidden.bias"),
+}
 
 
-def _seat(seat, agents):
-    if seat in ("rotate", "random"):
-        return seat
-    if str(seat).isdigit() and int(seat) < agents:
-        return int(seat)
-    raise ValueError(f"the learner's seat is rotate, random or a number from 0 to {agents - 1}, not {seat!r}")
+def layers_of(weights):
+    """layer -> weight (networks, inputs, outputs), bias (networks, outputs); None if the layout is another one."""
+    for names in (SHARED, PER_SEAT):
+        if set(weights) == {name for pair in names.values() for name in pair}:
+            layers = {layer: (weights[weight], weights[bias]) for layer, (weight, bias) in names.items()}
+            if names is SHARED:
+                layers = {layer: (weight.T.unsqueeze(0), bias.unsqueeze(0)) for layer, (weight, bias) in layers.items()}
+            return layers
+    return None
 
 
-def refuse_another_map(path, saved, env):
-    """A checkpoint is of the map and the sizes of `env`, or a ValueError names both."""
-    same_map = saved["env_id"].removeprefix("sc2/") == env.name.removeprefix("sc2/")  # the real game's or not
-    if not same_map or saved["sizes"] != sizes_of(env):
-        raise ValueError(f"{path} is of {saved['env_id']} {saved['sizes']}; this is {env.name} {sizes_of(env)}")
+def can_stack(run, env, matches=32, steps=8):
+    """Whether a run can act with stacked weights: the layout is known, and its own player takes the same actions.
 
-
-def read_runs(pool, env):
-    """The checkpoints of a pool, paths or patterns of run folders, whatever their algorithm."""
-    runs = []
-    for pattern in pool:
-        paths = sorted(path for path in glob.glob(str(pattern)) if (Path(path) / "checkpoint.pt").exists())
-        if not paths:
-            raise ValueError(f"there is no run with a checkpoint.pt at {pattern}")
-        for path in paths:
-            saved = torch.load(Path(path) / "checkpoint.pt", map_location="cpu", weights_only=True)
-            refuse_another_map(path, saved, env)
-            weights = saved["target"]["agents"]  # who plays greedily
-            inputs = env.obs_dim + env.n_actions + env.n_agents
-            named = any(set(weights) == set(names.values()) for names in _NAMES)
-            if not named or _stack(weights)["into"][0].shape[1] != inputs:
-                raise ValueError(
-                    f"{path}: a run of {saved['algorithm']}.py cannot be a team-mate, only iql, vdn or qmix"
-                )
-            runs.append({"path": path, "algorithm": saved["algorithm"], "weights": weights})
-    double = [path for path, times in Counter(run["path"] for run in runs).items() if times > 1]
-    if double:
-        raise ValueError(f"the pool names {double[0]} more than once")
-    return runs
-
-
-_LAYERS = ("into", "of_input", "of_state", "out")
-_NAMES = (
-    dict(zip(
-        ((layer, part) for layer in _LAYERS for part in range(2)),
-        ("into.weight", "into.bias", "gru.weight_ih_l0", "gru.bias_ih_l0", "gru.weight_hh_l0", "gru.bias_hh_l0",
-         "out.weight", "out.bias"),
-    )),
-    dict(zip(
-        ((layer, part) for layer in _LAYERS for part in range(2)),
-        ("into.weight", "into.bias", "gru.of_input.weight", "gru.of_input.bias", "gru.of_state.weight",
-         "gru.of_state.bias", "out.weight", "out.bias"),
-    )),
-)  # fmt: skip
-
-
-def _stack(weights):
-    """name -> weight (networks, inputs, outputs), bias (networks, outputs) of a run with one network or one a seat."""
-    shared = "gru.weight_ih_l0" in weights
-    names = _NAMES[0 if shared else 1]
-    found = {key: weights[name] for key, name in names.items()}
-    return {
-        layer: (
-            (found[layer, 0].T.unsqueeze(0), found[layer, 1].unsqueeze(0))
-            if shared
-            else (found[layer, 0], found[layer, 1])
-        )
-        for layer in _LAYERS
-    }
+    The second condition is tested on random inputs: a modified script may use the same layers in another way. A random
+    half of the actions is available, for a policy that prefers one action everywhere.
+    """
+    layers = layers_of(run.weights)
+    if layers is None or layers["fc1"][0].shape[1] != env.obs_dim + env.n_actions + env.n_agents:
+        return False
+    shape = (matches, env.n_agents)
+    sizes = {name: getattr(env, name) for name in ("n_agents", "n_actions", "device")}
+    test_env = SimpleNamespace(num_envs=matches, **sizes)
+    networks = StackedNetworks(test_env, {0: run.weights}, matches * env.n_agents)
+    networks.assign(np.zeros(shape, int))
+    seats = torch.arange(env.n_agents, device=env.device).repeat(matches, 1)
+    player = load_player(run.path, env, seats)
+    generator = torch.Generator().manual_seed(0)
+    last_action = torch.full(shape, -1, device=env.device)
+    player.reset(torch.ones(matches, dtype=torch.bool, device=env.device))
+    same = 0
+    with torch.no_grad(), preserved_rng(env.device):
+        for _ in range(steps):
+            test_env.obs = torch.rand((*shape, env.obs_dim), generator=generator).to(env.device)
+            noise = torch.rand((*shape, env.n_actions), generator=generator)
+            test_env.info = {"avail": (noise <= noise.median(-1, keepdim=True).values).to(env.device)}
+            inputs = Inputs(test_env.obs, test_env.info["avail"], last_action, last_action, seats)
+            action = player.act(inputs, torch.zeros((), device=env.device))
+            same += int((action == networks.act(last_action, 0.0)).sum())
+            last_action = action
+    return same >= 0.999 * steps * last_action.numel()

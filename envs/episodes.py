@@ -1,0 +1,294 @@
+"""Plays whole episodes of all matches in lock step and records them. Nothing here learns.
+
+    runner = EpisodeRunner(env, team, player, fields=("obs", "action", "avail"))
+    returns, lengths, won, valid = runner.play(epsilon=0.1)
+    runner.episodes["obs"]                                  # (episode_limit + 1, matches, seats, obs_dim)
+
+A player acts for the learner's seats. It has
+
+    act(inputs, epsilon)    -> actions (matches, seats), from `Inputs`
+    reset(mask)             clears its hidden state where mask (matches,) is set: an episode begins there
+
+and may have
+
+    outputs                 a dictionary of tensors (matches, seats, ...) to record with each step
+    fields                  the fields that `analyse(episodes)`, which returns metrics, needs
+    goals(env, seat)        predicted places to mark in a picture
+"""
+
+import gc
+from typing import NamedTuple
+
+import torch
+
+from envs import checkpoints
+
+CHUNK = 8  # steps captured in one CUDA graph, between two checks whether all matches are over
+PER_AGENT = ("action", "reward", "obs", "avail", "alive")  # recorded for the learner's seats; all_<name>: for everybody
+OF_STEP = ("action", "all_action", "reward", "all_reward", "terminated")  # recorded with the step; the rest after it
+
+
+class Inputs(NamedTuple):
+    """What a player acts on."""
+
+    obs: torch.Tensor  # (matches, seats, obs_dim)
+    avail: torch.Tensor  # (matches, seats, n_actions)
+    last_action: torch.Tensor  # (matches, seats), -1 at the start of an episode
+    all_last_action: torch.Tensor  # (matches, n_agents)
+    seat: torch.Tensor  # (matches, seats), which seats these are
+
+
+class Graphed:
+    """Calls a function of a batch, a dictionary of tensors. On CUDA it is captured as a graph and replayed.
+
+    There is one graph for each set of tensors, told apart by memory and shape.
+    """
+
+    def __init__(self, function, device):
+        self.function = function
+        self.capture = device.type == "cuda"
+        self.graphs = {}
+
+    def __call__(self, batch=None):
+        arguments = () if batch is None else (batch,)
+        if not self.capture:
+            self.function(*arguments)
+            return
+        key = tuple((values.data_ptr(), values.shape) for values in (batch or {}).values())
+        if key not in self.graphs:  # the first call warms up
+            self.graphs[key] = None
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.function(*arguments)
+            torch.cuda.current_stream().wait_stream(stream)
+            return
+        if self.graphs[key] is None:
+            self.graphs[key] = self._captured(arguments)
+        self.graphs[key].replay()
+
+    def _captured(self, arguments):
+        graph = torch.cuda.CUDAGraph()
+        gc.disable()  # memory freed during a capture would end it
+        try:
+            with torch.cuda.graph(graph):
+                self.function(*arguments)
+        finally:
+            gc.enable()
+        return graph
+
+    def clear(self):
+        """Discards the graphs, because the function has changed."""
+        self.graphs.clear()
+
+
+class SideStream:
+    """`with side_stream:` runs its block on a second CUDA stream, beside what follows, up to `join()`.
+
+    On the CPU everything runs in order.
+    """
+
+    def __init__(self, device):
+        self.stream = torch.cuda.Stream() if device.type == "cuda" else None
+
+    def __enter__(self):
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            self.context = torch.cuda.stream(self.stream)
+            self.context.__enter__()
+
+    def __exit__(self, *error):
+        if self.stream is not None:
+            self.context.__exit__(*error)
+
+    def join(self):
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+
+class EpisodeRunner:
+    def __init__(self, env, team, player, fields=()):
+        self.env = env
+        self.team = team
+        self.player = player
+        rows = round_up(env.episode_limit, CHUNK) + 1
+        values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
+        values |= self.outputs
+        self.episodes = {name: values[name].new_zeros((rows, *values[name].shape)) for name in ("reward", *fields)}
+        self.chunk = {name: torch.zeros_like(values[:CHUNK]) for name, values in self.episodes.items()}
+        self.episodes["seat"] = team.learner_seats.unsqueeze(0)  # the same at all times
+        self.epsilon = torch.zeros((), device=env.device)
+        self.last_action = torch.zeros_like(env.actions)
+        self.running = torch.zeros_like(env.terminated)
+        self.lengths = torch.zeros_like(env.actions[:, 0])
+        self.play_chunk = Graphed(self._play_chunk, env.device) if env.simulated else self._play_chunk
+        if env.simulated:
+            env.reset()  # so that a snapshot has its random streams
+
+    def _fields(self, **values):
+        """Values by the names they are recorded under."""
+        fields = dict(values)
+        for name in PER_AGENT:
+            if name in values:
+                fields[name] = self.team.select(values[name])
+                fields[f"all_{name}"] = values[name]
+        return fields
+
+    @property
+    def outputs(self):
+        return getattr(self.player, "outputs", {})
+
+    def _record(self, record, row, values):
+        for name in record.keys() & values.keys():
+            record[name][row] = values[name]
+
+    @torch.no_grad()
+    def act(self):
+        """The joint action now, (matches, n_agents)."""
+        select = self.team.select
+        inputs = Inputs(
+            obs=select(self.env.obs),
+            avail=select(self.env.info["avail"]),
+            last_action=select(self.last_action),
+            all_last_action=self.last_action,
+            seat=self.team.learner_seats,
+        )
+        action = self.player.act(inputs, self.epsilon)
+        return self.last_action.copy_(self.team.joint_action(action, self.last_action))
+
+    @torch.no_grad()
+    def _play_chunk(self):
+        for row in range(CHUNK):
+            action = self.act()
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            fields = self._fields(action=action, reward=reward, terminated=terminated, obs=obs, **info)
+            self._record(self.chunk, row, fields | self.outputs)
+            self.lengths += self.running
+            self.running &= ~(terminated | truncated)
+
+    def play(self, epsilon=0.0):
+        """Plays one episode of every match.
+
+        Returns (returns (matches, seats), lengths, won, valid), all overwritten by the next call. Matches of the real
+        game that failed are not valid.
+        """
+        self.team.draw()
+        obs, info = self.env.reset()
+        self.running.fill_(True)
+        self.player.reset(self.running)
+        self.lengths.zero_()
+        self.episodes["reward"].zero_()
+        self.last_action.fill_(-1)
+        self.epsilon.fill_(epsilon)
+        self._record(self.episodes, 0, self._fields(obs=obs, **info))
+        for t in range(0, self.env.episode_limit, CHUNK):
+            self.play_chunk()
+            for name, values in self.chunk.items():
+                first = t if name in OF_STEP or name in self.outputs else t + 1
+                self.episodes[name][first : first + CHUNK] = values
+            if not self.running.any():
+                break
+        return self.episodes["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
+
+    def evaluate(self, count):
+        """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones."""
+        results = []
+        played = 0
+        while played < count:
+            *numbers, valid = self.play()
+            results.append([tensor[valid].cpu() for tensor in numbers])
+            played += len(results[-1][0])
+        return [torch.cat(tensors)[:count] for tensors in zip(*results)]
+
+    def policy(self, obs=None, info=None):
+        """Greedy play, step by step, for a caller that steps the environment: joint actions (matches, n_agents)."""
+        starting = self.env.steps == 0
+        if starting.all():
+            self.team.draw()
+        self.player.reset(starting)
+        self.last_action.masked_fill_(starting.unsqueeze(1), -1)
+        return self.act()
+
+    def goals(self):
+        """Predicted places to mark in a picture of the first match, where the player has such predictions."""
+        if not hasattr(self.player, "goals"):
+            return []
+        return self.player.goals(self.env, int(self.team.learner_seats[0, 0]))
+
+    def selection(self, matches=slice(64)):
+        """The recorded episodes of some matches, cut to the longest, with their lengths and the others' policies."""
+        lengths = self.lengths[matches]
+        rows = int(lengths.max()) + 1
+        episodes = {name: values[:rows, matches] for name, values in self.episodes.items()}
+        return episodes | {"lengths": lengths, "policy_id": self.team.policy_id[matches]}
+
+    def state_dict(self):
+        return {"matches": self.env.snapshot() if self.env.simulated else None, "rounds": self.team.rounds}
+
+    def load_state_dict(self, state):
+        self.team.rounds = state["rounds"]
+        if state["matches"] is not None:
+            self.env.restore(state["matches"])
+
+
+class ScriptedPlayer:
+    """A built-in policy of the environment in the learner's seats."""
+
+    def __init__(self, env, policy):
+        self.env = env
+        self.policy = policy
+
+    def reset(self, mask):
+        pass
+
+    def act(self, inputs, epsilon):
+        return self.env.scripted_actions(self.policy).gather(1, inputs.seat)
+
+
+class SeatSelection:
+    """Some seats of a player that plays all seats of a match, because it has a network for each of them."""
+
+    def __init__(self, player, n_agents):
+        self.player = player
+        self.n_agents = n_agents
+        self.reset = player.reset
+
+    def act(self, inputs, epsilon):
+        seat = inputs.seat
+
+        def all_seats(values):
+            index = seat.view(*seat.shape, *(1 for _ in values.shape[2:])).expand_as(values)
+            return values.new_zeros((len(values), self.n_agents, *values.shape[2:])).scatter(1, index, values)
+
+        last_action = inputs.all_last_action
+        every_seat = torch.arange(self.n_agents, device=seat.device).expand(len(seat), -1)
+        inputs = Inputs(all_seats(inputs.obs), all_seats(inputs.avail), last_action, last_action, every_seat)
+        return self.player.act(inputs, epsilon).gather(1, seat)
+
+
+def load_player(run, env, seats):
+    """The greedy policy of a run of any script, playing `seats` (matches, seats) of matches like those of `env`."""
+    script, args = checkpoints.script_of(run)
+    with preserved_rng(env.device):  # networks are initialised at random before they are loaded
+        if getattr(args, "share_parameters", True) or seats.shape[1] == env.n_agents:
+            return script.load_player(run, env, seats)
+        every_seat = torch.arange(env.n_agents, device=env.device).repeat(len(seats), 1)
+        return SeatSelection(script.load_player(run, env, every_seat), env.n_agents)
+
+
+def preserved_rng(device):
+    """A context that leaves torch's random state as it was."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def load_runner(run, env, team=None):
+    """Plays the greedy policy of a run of any script among `team` (default: the run's own)."""
+    if team is None:
+        script, args = checkpoints.script_of(run)
+        team = script.make_team(args, env, args.seed + 2)
+    player = load_player(run, env, team.learner_seats)
+    return EpisodeRunner(env, team, player, getattr(player, "fields", ()))
+
+
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple

@@ -1,0 +1,467 @@
+"""A training run and its folder: arguments, log, progress bar, checkpoints, stopping and resuming. Nothing here learns.
+
+    args = runs.parse_args(Args, __file__)
+    with runs.Run(args, __file__, STARTED, env, learner, state={"buffer": buffer, ...}) as run:
+        while run.in_progress():
+            ...
+            run.count(steps, episodes)
+
+A learner has `networks()` (name -> module), `optimizer`, `updates` and `metrics`. checkpoint.pt has what it takes to
+act and to continue; resume.pt what else it takes to continue exactly: random states, and what is in `state`, objects
+with state_dict and load_state_dict.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from envs import checkpoints
+
+CHANGEABLE = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
+
+
+# ---- arguments ----
+def option(name):
+    return f"--{name.replace('_', '-')}"
+
+
+def parse_args(args_class, script):
+    """The arguments of the command line; a resumed run keeps those it had, and rejects others."""
+    args = tyro.cli(args_class)
+    if not args.resume:
+        return args
+    if args.init:
+        raise SystemExit("--init starts a new run and --resume continues an old one: give one of them")
+    folder = Path(args.resume)
+    try:
+        saved = checkpoints.read_run(folder)
+    except ValueError as error:
+        raise SystemExit(f"--resume {folder}: {error}") from None
+    if saved["algorithm"] != Path(script).stem:
+        raise SystemExit(f"--resume {folder} is a run of {saved['algorithm']}.py")
+    if saved["progress"]["complete"] and (folder / "results.json").exists():
+        raise SystemExit(f"--resume {folder}: that run is complete")
+    defaults = asdict(args_class())
+    given = asdict(args)
+    if unknown := saved["args"].keys() - defaults.keys():
+        raise SystemExit(f"--resume {folder} is of another version: it has {', '.join(sorted(unknown))}")
+    previous = {**defaults, **saved["args"]}  # an older run may lack an option
+    invalid = [
+        f"{option(name)} {previous[name]} (not {value})"
+        for name, value in given.items()
+        if name not in CHANGEABLE and value not in (defaults[name], previous[name])
+    ]
+    if invalid:
+        raise SystemExit(f"--resume {folder} has {', '.join(invalid)}")
+    return args_class(**{**previous, **{name: given[name] for name in CHANGEABLE}})
+
+
+def check_ranges(args, positive="", non_negative="", fractions=""):
+    """Rejects numbers out of range; each parameter lists names of arguments. None is accepted."""
+    ranges = (
+        (positive, "above 0", lambda x: x > 0),
+        (non_negative, "from 0 up", lambda x: x >= 0),
+        (fractions, "from 0 to 1", lambda x: 0 <= x <= 1),
+    )
+    for names, allowed, accepts in ranges:
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not accepts(value):
+                raise SystemExit(f"{option(name)} is {allowed}, not {value}")
+
+
+def resolve_device(args):
+    """Falls back to the CPU where the GPU cannot be used, and says why."""
+    if args.cuda and not torch.cuda.is_available():
+        print("There is no GPU that torch can use: going on with the CPU.")
+        args.cuda = False
+    elif args.cuda and importlib.util.find_spec("numba_cuda") is None and not args.env_id.startswith("sc2/"):
+        print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
+        args.cuda = False
+
+
+def fill_in(args, defaults):
+    """Sets the arguments that were not given."""
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def set_up_torch(args):
+    """Seeds torch and returns the device."""
+    torch.manual_seed(args.seed)
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import torch.compile
+    _do_not_import_torch_compile()
+    return torch.device("cuda" if args.cuda else "cpu")
+
+
+def _do_not_import_torch_compile():
+    """torch.optim imports torch.compile only to say what it should not compile, which takes seconds at every start.
+
+    Here its methods are marked already, and steps run as they do without compilation. A script that has imported
+    torch.compile by itself is left alone.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in vars(torch.optim.Optimizer).values():
+        original = getattr(method, "__wrapped__", None)
+        if original is not None:
+            setattr(original, "__dynamo_disable", original)
+    for optimizer in (torch.optim.Adam, torch.optim.RMSprop):
+        step = getattr(optimizer.step, "__wrapped__", None)
+        if step is not None:
+            optimizer.step = torch.no_grad()(step)
+
+
+# ---- memory ----
+def free_memory(device):
+    """Bytes available on a device, as far as the system reports them."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return float("inf")
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024  # MemFree would leave out the file cache
+
+
+def buffer_size(args, episodes, device):
+    """How many episodes the replay buffer holds: as asked for, else the default; rejects what does not fit."""
+    episode_bytes = sum(values[:, 0].nbytes for values in episodes.values())
+    size = args.buffer_size or default_buffer_size(args, episode_bytes)
+    free = free_memory(device)
+    largest = int(0.9 * min(free / episode_bytes, 2**31))
+    needed = f"{episode_bytes * size / 2**30:.2f} GiB on the {device.type.upper()}"
+    print(f"The replay buffer takes {needed}, {episode_bytes / 2**10:.0f} KiB an episode.")
+    if size > largest:
+        raise SystemExit(
+            f"That does not fit into the {free / 2**30:.2f} GiB that are free: --buffer-size {largest} would."
+        )
+    return size
+
+
+def default_buffer_size(args, episode_bytes):
+    """8192 episodes on the GPU, 4096 on the CPU; a single learner among others has up to four times as many."""
+    size = 8192 if args.cuda else 4096
+    if args.team != "self":
+        size = max(size, min(4 * size, (4 if args.cuda else 2) * 2**30 // episode_bytes))
+    largest = (16 if args.cuda else 8) * 2**30 // episode_bytes  # a limit only with very many units
+    return max(min(size, largest), args.num_envs, args.batch_size)
+
+
+# ---- what is logged ----
+class Metrics:
+    """Means of named values over the updates since the last log, kept on the device so that nothing waits for them."""
+
+    def __init__(self, device):
+        self.device = device
+        self.shapes = {}
+
+    def add(self, values):
+        """Adds a dictionary of tensors, always of the same names; returns whether all are finite (a tensor).
+
+        Values of an update that is not finite are not counted.
+        """
+        flat = torch.cat([value.detach().flatten() for value in values.values()])
+        if not self.shapes:
+            self.shapes = {name: value.shape for name, value in values.items()}
+            self.sums = torch.zeros_like(flat)
+            self.not_finite = torch.zeros_like(flat)
+            self.count = torch.zeros((), device=self.device)
+        finite = torch.isfinite(flat)
+        all_finite = finite.all()
+        self.sums += torch.where(all_finite, flat, 0.0)
+        self.not_finite += ~finite
+        self.count += all_finite
+        return all_finite
+
+    def check_finite(self):
+        """Raises a FloatingPointError if a value was not finite."""
+        if not self.shapes:
+            return
+        for name, flags in self._split(self.not_finite.cpu()).items():
+            if flags.any():
+                raise FloatingPointError(f"{name} was not finite")
+
+    def pop(self):
+        """The means since the last call: name -> number, or a tensor where it has several."""
+        self.check_finite()
+        if not self.shapes or not self.count:
+            return {}
+        means = self._split((self.sums / self.count).cpu())
+        self.sums.zero_()
+        self.count.zero_()
+        return {name: value if value.dim() else value.item() for name, value in means.items()}
+
+    def _split(self, flat):
+        parts = flat.split([shape.numel() for shape in self.shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
+
+
+def wilson_interval(successes, trials):
+    """The 95% interval of a proportion."""
+    z = 1.959964
+    share = successes / trials
+    centre = share + z * z / (2 * trials)
+    spread = z * (share * (1 - share) / trials + z * z / (4 * trials**2)) ** 0.5
+    return [(centre - spread) / (1 + z * z / trials), (centre + spread) / (1 + z * z / trials)]
+
+
+def versions():
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
+
+
+# ---- networks of earlier runs ----
+def initialise_from(run, learner):
+    """--init: loads the networks that both runs have. A mixer of other sizes stays new; other misfits are errors."""
+    try:
+        saved = checkpoints.read_run(run)
+        checkpoints.check_env("it", saved, learner.env)
+    except ValueError as error:
+        raise SystemExit(f"--init {run}: {error}") from None
+    for name, network in learner.networks().items():
+        weights = saved["networks"].get(name)
+        fits = weights is not None and _shapes(weights) == _shapes(network.state_dict())
+        if fits:
+            network.load_state_dict(weights)
+        elif name == "agents" or (weights is not None and "mixer" not in name):
+            misfit = f"the {name} of a run of {saved['algorithm']}.py have other sizes or options"
+            raise SystemExit(f"--init {run}: {misfit}")
+
+
+def _shapes(weights):
+    return {name: tensor.shape for name, tensor in weights.items()}
+
+
+# ---- a run ----
+def folder_of(args, started):
+    return Path(args.run_root) / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(started)}"
+
+
+def open_log(args, folder, purge_step=None):
+    """TensorBoard's writer for a run, mirrored by Weights and Biases with --track."""
+    from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+    if args.track:
+        import wandb
+
+        wandb.init(
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            group=args.wandb_group,
+            name=folder.name,
+            id=folder.name,
+            resume="allow",
+            sync_tensorboard=True,
+            config=asdict(args),
+            save_code=True,
+        )
+    writer = SummaryWriter(folder, purge_step=purge_step)
+    rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+    return writer
+
+
+class Run:
+    def __init__(self, args, script, started, env, learner, state):
+        self.args = args
+        self.env = env
+        self.learner = learner
+        self.state = state
+        self.algorithm = Path(script).stem
+        self.folder = Path(args.resume) if args.resume else folder_of(args, started)
+        device = env.device.type.upper()
+        print(f"{self.folder}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device}")
+        self.progress = {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": False}
+        self.progress["next_eval"] = args.eval_interval
+        if args.resume:
+            self.restore()
+        elif args.init:
+            initialise_from(args.init, learner)
+        self.launched = started
+        self.started = started - self.progress["seconds"]
+        self.stop_requests = []
+        self.writer = open_log(args, self.folder, self.steps + 1 if args.resume else None)
+
+    def __enter__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: self.stop_requests.append(number))
+        in_terminal = sys.stderr.isatty()
+        total = self.args.total_timesteps
+        self.bar = tqdm(total=total, initial=self.steps, unit_scale=True, disable=not in_terminal)
+        self.saved_at = time.time()
+        self.logged_at = time.time()
+        self.logged_steps = self.steps
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.bar.close()
+        self.writer.close()
+        if kind is FloatingPointError:
+            path = self.folder / "checkpoint.pt"
+            good = f"the last good checkpoint is {path}" if path.exists() else "no checkpoint was saved before"
+            raise SystemExit(f"stopped at step {self.steps:,}: {error}; {good}") from None
+
+    @property
+    def steps(self):
+        return self.progress["steps"]
+
+    def in_progress(self):
+        """Whether there are steps left. A run that was asked to stop is saved, and ends the program."""
+        if self.args.time_limit is not None and time.time() - self.launched >= self.args.time_limit:
+            self.stop_requests.append("time limit")
+        if self.stop_requests and self.steps < self.args.total_timesteps:
+            self.save()
+            raise SystemExit(f"stopped at step {self.steps:,}; continue with --resume {self.folder}")
+        return self.steps < self.args.total_timesteps
+
+    def count(self, steps, episodes):
+        self.progress["steps"] += steps
+        self.progress["episodes"] += episodes
+        self.progress["seconds"] = time.time() - self.started
+        self.bar.update(steps)
+
+    # ---- logs ----
+    def log(self, values):
+        """Logs a dictionary: numbers as scalars, tensors with several values as histograms."""
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                self.writer.add_histogram(key, value, self.steps)
+            else:
+                self.writer.add_scalar(key, value, self.steps)
+
+    def log_due(self):
+        return time.time() - self.logged_at >= self.args.log_interval
+
+    def log_episodes(self, returns, lengths, won, valid, epsilon):
+        """Logs a round of training episodes, and prints a line where there is no progress bar."""
+        speed = (self.steps - self.logged_steps) / (time.time() - self.logged_at)
+        episodic_return = returns[valid].mean().item()
+        win_rate = won[valid].float().mean().item()
+        charts = {
+            "charts/episodic_return": episodic_return,
+            "charts/episodic_length": lengths[valid].float().mean().item(),
+            "charts/win_rate": win_rate,
+            "charts/epsilon": epsilon,
+            "charts/SPS": speed,
+        }
+        if not self.env.team_reward:
+            by_seat = returns[valid].mean(0).tolist()
+            charts |= {f"charts/episodic_return_{seat}": value for seat, value in enumerate(by_seat)}
+        self.log(charts)
+        line = f"return {episodic_return:.2f}, won {win_rate:.0%}, {speed:,.0f} steps/s"
+        self.bar.set_postfix_str(line)
+        if self.bar.disable:
+            print(f"{self.progress['seconds']:7.1f} s  {self.steps:12,} steps  {line}", flush=True)
+        self.logged_at = time.time()
+        self.logged_steps = self.steps
+
+    def evaluation_due(self):
+        due = self.steps >= self.progress["next_eval"]
+        if due:
+            self.progress["next_eval"] = (self.steps // self.args.eval_interval + 1) * self.args.eval_interval
+        return due
+
+    def log_evaluation(self, returns, lengths, won, **groups):
+        """Logs the results of EpisodeRunner.evaluate, and further metrics, a dictionary for each group."""
+        result = {"win_rate": won.float().mean().item(), "episodic_return": returns.mean().item()}
+        for group, metrics in {"eval": result, **groups}.items():
+            self.log({f"{group}/{name}": value for name, value in metrics.items()})
+        self.progress["evals"].append({"steps": self.steps, "seconds": time.time() - self.started, **result})
+
+    def finish(self, returns, lengths, won, **groups):
+        """Writes the last checkpoint and results.json, and prints a summary; parameters as in log_evaluation."""
+        self.progress |= {"seconds": time.time() - self.started, "complete": True}
+        self.save()
+        final = {
+            "win_rate": won.float().mean().item(),
+            "win_rate_interval": wilson_interval(int(won.sum()), len(won)),
+            "episodic_return": returns.mean().item(),
+            "returns_by_agent": returns.mean(0).tolist(),
+            "episodic_length": lengths.float().mean().item(),
+            "episodes": len(won),
+        }
+        best = {
+            key: max([final[key], *(evaluation[key] for evaluation in self.progress["evals"])])
+            for key in ("win_rate", "episodic_return")
+        }
+        results = {
+            "env_id": self.args.env_id,
+            "algorithm": self.algorithm,
+            "seed": self.args.seed,
+            "command": " ".join(sys.argv),
+            "final": final,
+            "best": best,
+            **self.progress,
+            "updates": self.learner.updates,
+            "versions": versions(),
+            **groups,
+            "args": asdict(self.args),
+        }
+        write_json(results, self.folder / "results.json")
+        self.log({f"eval/{key}": final[key] for key in best})
+        low, high = final["win_rate_interval"]
+        print(f"{self.progress['seconds']:.1f} s, {self.steps:,} steps, {self.learner.updates:,} updates")
+        share = f"{final['win_rate']:.1%} ({low:.1%} to {high:.1%})"
+        print(f"of {len(won)} greedy matches won {share}, return {final['episodic_return']:.2f}")
+
+    # ---- checkpoints ----
+    def save_due(self):
+        return time.time() - self.saved_at >= self.args.checkpoint_interval
+
+    def save(self):
+        self.learner.metrics.check_finite()  # nothing that is not finite is saved
+        checkpoint = {
+            "algorithm": self.algorithm,
+            "env_id": self.args.env_id,
+            "sizes": checkpoints.env_sizes(self.env),
+            "args": asdict(self.args),
+            "networks": {name: network.state_dict() for name, network in self.learner.networks().items()},
+            "optimizer": self.learner.optimizer.state_dict(),
+            "updates": self.learner.updates,
+            "progress": self.progress,
+        }
+        written = checkpoints.write(checkpoint, self.folder / "checkpoint.pt")
+        resume_path = self.folder / "resume.pt"
+        if not self.progress["complete"]:
+            resume = {"steps": self.steps, "torch": torch.get_rng_state()}
+            resume["cuda"] = torch.cuda.get_rng_state() if self.args.cuda else None
+            resume |= {name: part.state_dict() for name, part in self.state.items()}
+            checkpoints.write(resume, resume_path)
+        elif written:
+            resume_path.unlink(missing_ok=True)
+        self.saved_at = time.time()
+
+    def restore(self):
+        saved = checkpoints.load_networks(self.folder, self.env, self.learner.networks())
+        self.progress = saved["progress"]
+        self.learner.updates = saved["updates"]
+        self.learner.optimizer.load_state_dict(saved["optimizer"])
+        path = self.folder / "resume.pt"
+        resume = checkpoints.read(path) if path.exists() else {}
+        if resume.get("steps") != self.steps:
+            print(f"{path} is missing or of another step: going on with new matches and an empty buffer.")
+            return
+        torch.set_rng_state(resume["torch"])
+        if self.args.cuda:
+            torch.cuda.set_rng_state(resume["cuda"])
+        for name, part in self.state.items():
+            part.load_state_dict(resume[name])
+
+
+def write_json(content, path):
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(content, indent=1))
+    os.replace(temporary, path)
