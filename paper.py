@@ -1,8 +1,10 @@
-"""The experiment of the OMG paper in one go: `python sweep.py paper --map 8m --cuda`.
+"""The experiment of the OMG paper in one command.
 
 A pool of QMIX runs is whom the learners play with; runs of IQL, VDN and QMIX with other seeds are the strangers they
 are tested with. Each method learns with the pool over several seeds, and then plays with the pool and the strangers. In
-a stag hunt the pool is scripted. report.md has the results beside the paper's; docs/benchmarks.md says more.
+a stag hunt the pool is scripted. report.md has the results beside the paper's.
+
+    python paper.py --map 8m --cuda                             docs/benchmarks.md has the details; --quick tries it out
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import numpy as np
 import tyro
 
 import envs
+from envs.checkpoints import load_script
 from sweep import ROOT, Here, Job, OnRay, Output, check_counts, curves, markdown, read_results, run_all, summary
 
 METHODS = {
@@ -48,32 +51,20 @@ COLUMNS = (
 
 @dataclass
 class Args:
-    map: str = "8m"
-    """the environment"""
-    cuda: bool = False
-    """whether to use the GPU"""
-    quick: bool = False
-    """a small version, to see that all of it works: 2 runs in the pool, 3 strangers, 1 seed, a few thousand steps"""
-    pool_runs: int | None = None
-    """QMIX runs to learn with (default: 10)"""
-    test_runs: int | None = None
-    """runs of each of IQL, VDN and QMIX to be tested with (default: 10)"""
-    seeds: int | None = None
-    """seeds of each method (default: 5)"""
-    pool_timesteps: int | None = None
-    """steps of a run to play with (default: 10 million on the GPU, 500,000 on the CPU)"""
-    learner_timesteps: int | None = None
-    """steps of a learner (default: 10 million on the GPU, 2 million on the CPU)"""
-    episodes: int | None = None
-    """matches of every learner with every stranger (default: 128)"""
-    out: str | None = None
-    """the folder of all runs and the report (default: runs/paper_MAP, with --quick runs/quick_MAP)"""
-    jobs: int | None = None
-    """runs at a time (default: one to a core, or --runs-per-gpu to a GPU)"""
-    runs_per_gpu: int = 6
-    """runs that share a GPU"""
-    ray_address: str | None = None
-    """a Ray cluster to run on, such as auto"""
+    map: str = "8m"  # the environment
+    cuda: bool = False  # whether to use the GPU
+    quick: bool = False  # a small version that tries everything out: 2 runs in the pool, 3 strangers, 1 seed
+    pool_runs: int | None = None  # QMIX runs to learn with (default: 10)
+    test_runs: int | None = None  # runs of each of IQL, VDN and QMIX to be tested with (default: 10)
+    seeds: int | None = None  # seeds of each method (default: 5)
+    pool_timesteps: int | None = None  # steps of such a run (default: 10 million on the GPU, 500,000 on the CPU)
+    learner_timesteps: int | None = None  # steps of a learner (default: 10 million on the GPU, 2 million on the CPU)
+    episodes: int | None = None  # matches of every learner with every stranger (default: 128)
+    out: str | None = None  # the folder of all runs and the report (default: runs/paper_MAP, or runs/quick_MAP)
+    jobs: int | None = None  # runs at a time (default: one to a core, or --runs-per-gpu to a GPU)
+    runs_per_gpu: int = 6  # runs that share a GPU
+    mps: bool = True  # whether runs share a GPU through NVIDIA's Multi-Process Service, where it is installed
+    ray_address: str | None = None  # a Ray cluster to run on, such as auto
 
 
 class Evaluation(Job):
@@ -87,16 +78,19 @@ class Evaluation(Job):
 
 
 def fill_in(args):
-    """Puts the sizes in that were not given."""
-    steps = (3000, 3000) if args.quick else (10_000_000, 10_000_000) if args.cuda else (500_000, 2_000_000)
-    usual = {"pool_runs": 2, "test_runs": 1, "seeds": 1, "episodes": 8} if args.quick else {}
-    usual = {"pool_runs": 10, "test_runs": 10, "seeds": 5, "episodes": 128, **usual}
-    usual |= dict(zip(("pool_timesteps", "learner_timesteps"), steps))
-    usual["out"] = f"runs/{'quick' if args.quick else 'paper'}_{args.map.replace('/', '-')}"
-    for name, value in usual.items():
+    """Sets the sizes that were not given."""
+    name = args.map.replace("/", "-")
+    if args.quick:
+        defaults = {"pool_runs": 2, "test_runs": 1, "seeds": 1, "episodes": 8, "out": f"runs/quick_{name}"}
+        defaults |= {"pool_timesteps": 3000, "learner_timesteps": 3000}
+    else:
+        defaults = {"pool_runs": 10, "test_runs": 10, "seeds": 5, "episodes": 128, "out": f"runs/paper_{name}"}
+        defaults["pool_timesteps"] = 10_000_000 if args.cuda else 500_000
+        defaults["learner_timesteps"] = 10_000_000 if args.cuda else 2_000_000
+    for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    check_counts(args, (*usual, "jobs", "runs_per_gpu"))
+    check_counts(args, (*defaults, "jobs", "runs_per_gpu"))
 
 
 # ---- the plan ----
@@ -145,7 +139,8 @@ def make_plan(args):
     vae = job("pretrain_cvae.py", 1, *device, *small, *short, *among, label="vae")
     learners = {}
     for method, (script, *options) in METHODS.items():
-        options += ("--vae", Output(vae, "vae.pt")) if script == "omg_iql.py" else ()
+        has_vae = "vae" in load_script(Path(script).stem).Args.__dataclass_fields__
+        options += ("--vae", Output(vae, "vae.pt")) if has_vae else ()
         options += ("--total-timesteps", str(args.learner_timesteps))
         learners[method] = [
             job(script, 1 + k, *training, *options, *among, label=method.replace(" ", "_").lower())
@@ -323,8 +318,8 @@ def draw(report, path):
     figure.savefig(path, dpi=120)
 
 
-def main(words):
-    args = tyro.cli(Args, args=words, prog="sweep.py paper")
+def main():
+    args = tyro.cli(Args)
     fill_in(args)
     plan, root, started = make_plan(args), Path(args.out), time.time()
     root.mkdir(parents=True, exist_ok=True)
@@ -337,7 +332,7 @@ def main(words):
         clock.write_text(json.dumps(before + time.time() - started))
     if not complete:
         return 1
-    command = " ".join(["python sweep.py paper", *words])
+    command = " ".join(["python paper.py", *sys.argv[1:]])
     report = make_report(args, command, plan, root, before + time.time() - started)
     (root / "report.json").write_text(json.dumps(report, indent=1))
     (root / "report.md").write_text(text_of(report))
@@ -349,4 +344,4 @@ def main(words):
 
 
 if __name__ == "__main__":
-    sys.exit("python sweep.py paper runs this")
+    raise SystemExit(main())

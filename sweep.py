@@ -1,10 +1,10 @@
-"""Runs a script over environments, seeds and settings, and sums up: a table with intervals, and curves.
+"""Runs scripts over environments, seeds and settings, and summarises them: a table with intervals, and curves.
 
-Runs share a GPU or take a core each, here or on a Ray cluster. One that crashes is tried once more. What is done is
-skipped and what was interrupted goes on: run folders are all there is to remember, so they can move to another machine.
+Runs share a GPU or take a core each, here or on a Ray cluster. One that crashes is tried once more. Finished runs are
+skipped and interrupted ones continue: run folders hold all the state, so they can move to another machine.
 
     python sweep.py --script iql.py qmix.py --env-ids 3m 8m --seeds 5 -- --total-timesteps 2000000
-    python sweep.py paper --map 8m --cuda             the experiment of the OMG paper: docs/benchmarks.md has all of it
+                                                                                     docs/benchmarks.md has the details
 """
 
 import contextlib
@@ -37,29 +37,21 @@ FREE = ("track", "capture-video", "checkpoint-interval", "log-interval")  # what
 
 @dataclass
 class Args:
-    script: tuple[str, ...]
-    """training scripts"""
-    env_ids: tuple[str, ...]
-    """environments: see envs.list_ids()"""
-    seeds: int = 5
-    """seeds: 1, 2, ..."""
+    script: tuple[str, ...]  # training scripts
+    env_ids: tuple[str, ...]  # environments: see envs.list_ids()
+    seeds: int = 5  # seeds: 1, 2, ...
+    # an option of the script and its values, such as: learning-rate 1e-3 5e-4 (again for another option)
     vary: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
-    """an option of the script and its values, such as: learning-rate 1e-3 5e-4 (again for another option)"""
-    cuda: bool = False
-    """whether the runs use the GPU"""
-    jobs: int | None = None
-    """runs at a time (default: one to a core, or --runs-per-gpu to a GPU)"""
-    runs_per_gpu: int = 6
-    """runs that share a GPU"""
-    run_root: str = "runs"
-    """the folder of the run folders"""
-    report: str = "sweep"
-    """the name of the table and the curves, in that folder"""
-    ray_address: str | None = None
-    """a Ray cluster to run on, such as auto"""
+    cuda: bool = False  # whether the runs use the GPU
+    jobs: int | None = None  # runs at a time (default: one to a core, or --runs-per-gpu to a GPU)
+    runs_per_gpu: int = 6  # runs that share a GPU
+    mps: bool = True  # whether runs share a GPU through NVIDIA's Multi-Process Service, where it is installed
+    run_root: str = "runs"  # the folder of the run folders
+    report: str = "sweep"  # the name of the table and the curves, in that folder
+    ray_address: str | None = None  # a Ray cluster to run on, such as auto
 
 
-# ---- what there is to do ----
+# ---- jobs ----
 @dataclass(eq=False)
 class Job:
     """A script with its arguments; a Job among them stands for its run folder, which has to be there first."""
@@ -134,8 +126,8 @@ def options_of(words, names):
     return kept
 
 
-def check(args, extra):
-    """Refuses what makes no sense, with what is allowed."""
+def check_args(args, extra):
+    """Rejects invalid arguments, and says what is allowed."""
     for script in args.script:
         find_script(script)
     check_counts(args, ("seeds", "jobs", "runs_per_gpu"))
@@ -173,9 +165,9 @@ def jobs_of(args, extra):
             yield Job(find_script(script), env_id, seed, given + varied, label)
 
 
-# ---- where it is done ----
+# ---- where jobs run ----
 class Process:
-    """A script at work; what it says goes to a file."""
+    """A running script; its output goes to a file."""
 
     def __init__(self, script, options, folder, log, settings):
         self.log = Path(log)
@@ -199,11 +191,11 @@ class Process:
             self.process.send_signal(signal.SIGTERM)
 
     def line(self):
-        """The last line it said."""
+        """The last line of its output."""
         with open(self.log, "rb") as log:
             log.seek(max(self.log.stat().st_size - 2000, 0))
-            said = log.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(said) if line.strip()), "starts")
+            lines = log.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "starts")
 
 
 class Here:
@@ -218,8 +210,8 @@ class Here:
         # the threads of torch and of the environments wait busily: on shared cores that costs more than it gives
         self.settings = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"} if self.slots > 1 else {}
         self.services = contextlib.ExitStack()
-        if self.slots > len(self.gpus) > 0:
-            self.settings |= self.services.enter_context(shared_gpu())
+        if args.mps and self.slots > len(self.gpus) > 0:
+            self.settings |= self.services.enter_context(multi_process_service())
 
     def room(self):
         return self.slots
@@ -296,15 +288,15 @@ class RemoteProcess:
 
     def __init__(self, ray, runner, root, log):
         self.ray, self.runner, self.root, self.log, self.asked = ray, runner, root, log, 0
-        self.pending, self.said = runner.report.remote(), "waits for a node"
+        self.pending, self.last_line = runner.report.remote(), "waits for a node"
 
     def poll(self):
         if not self.ray.wait([self.pending], timeout=0)[0]:
             return None
         try:
-            code, self.said, files = self.ray.get(self.pending)
+            code, self.last_line, files = self.ray.get(self.pending)
         except self.ray.exceptions.RayError as error:
-            self.said = str(error).strip().split("\n")[-1]
+            self.last_line = str(error).strip().split("\n")[-1]
             return LOST
         if "log" in files:
             self.log.write_bytes(files.pop("log"))
@@ -323,7 +315,7 @@ class RemoteProcess:
             self.runner.stop.remote()
 
     def line(self):
-        return self.said
+        return self.last_line
 
 
 class Runner:
@@ -393,29 +385,29 @@ def gpus():
 
 
 @contextlib.contextmanager
-def shared_gpu():
-    """NVIDIA's multi-process service, without which runs on one GPU take turns; yields the settings to find it by."""
+def multi_process_service():
+    """NVIDIA's Multi-Process Service, without which the runs on a GPU take turns; yields the settings to find it by."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="mps", ignore_cleanup_errors=True) as folder:
         settings = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        probe = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
-        # no pipes: a service that holds on to its output would keep this waiting for the end of it
-        quietly = {"env": {**os.environ, **settings}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        works = all(
-            subprocess.call(words, stdin=subprocess.DEVNULL, **quietly) == 0 for words in ([control, "-d"], probe)
-        )
-        if not works:
-            print("NVIDIA's multi-process service does not start here: runs on one GPU take turns.")
+        # no pipes: a daemon that keeps its output open would keep this waiting
+        quiet = {"env": {**os.environ, **settings}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        test = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+        works = all(subprocess.call(words, stdin=subprocess.DEVNULL, **quiet) == 0 for words in ([control, "-d"], test))
+        if works:
+            print("Runs share the GPU through NVIDIA's Multi-Process Service (--no-mps turns it off).")
+        else:
+            print("NVIDIA's Multi-Process Service does not start here: the runs on a GPU take turns.")
         try:
             yield settings if works else {}
         finally:
-            subprocess.run([control], input=b"quit\n", check=False, **quietly)
+            subprocess.run([control], input=b"quit\n", check=False, **quiet)
 
 
-# ---- doing it ----
+# ---- running them ----
 class Terminal:
     """Events, line by line; and where somebody watches, below them a line for every run at work."""
 
@@ -527,7 +519,7 @@ def age(run):
     return (run / "checkpoint.pt").stat().st_mtime_ns
 
 
-# ---- what came of it ----
+# ---- results ----
 def iqm(values, axis=-1):
     """The interquartile mean: the mean without the lowest and the highest quarter."""
     values = np.sort(values, axis)
@@ -646,14 +638,8 @@ if __name__ == "__main__":
     words, extra = sys.argv[1:], []
     if "--" in words:
         words, extra = words[: words.index("--")], words[words.index("--") + 1 :]
-    if words[:1] == ["paper"]:
-        import paper
-
-        if extra:
-            raise SystemExit("paper takes no arguments for the scripts: docs/benchmarks.md says how to add a method")
-        raise SystemExit(paper.main(words[1:]))
     args = tyro.cli(Args, args=words)
-    check(args, extra)
+    check_args(args, extra)
     root, jobs = Path(args.run_root), list(jobs_of(args, extra))
     with contextlib.closing(OnRay(args, ".") if args.ray_address else Here(args, ".")) as place:
         complete = run_all(jobs, place, root, args.run_root)
