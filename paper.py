@@ -217,7 +217,7 @@ def make_report(args, command, plan, root, seconds):
         for label, mine in finals.items()
     }
     sizes = ("pool_runs", "test_runs", "seeds", "pool_timesteps", "learner_timesteps", "episodes")
-    first = read_results(plan.learners["IQL"][0], root)
+    first = read_results(next(iter(plan.learners.values()))[0], root)
     return {
         "map": args.map, "command": command, "measure": measure, "sizes": {name: getattr(args, name) for name in sizes},
         "device": "GPU" if first["args"]["cuda"] else "CPU", "versions": first["versions"], "seconds": seconds,

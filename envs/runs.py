@@ -304,6 +304,7 @@ class Run:
         self.saved_at = time.time()
         self.logged_at = time.time()
         self.logged_steps = self.steps
+        self.first_step = self.steps
         return self
 
     def __exit__(self, kind, error, trace):
@@ -320,8 +321,9 @@ class Run:
 
     def in_progress(self):
         """Whether there are steps left. A run that was asked to stop is saved, and ends the program."""
-        if self.args.time_limit is not None and time.time() - self.launched >= self.args.time_limit:
-            self.stop_requests.append("time limit")
+        limit = self.args.time_limit
+        if limit is not None and time.time() - self.launched >= limit and self.steps > self.first_step:
+            self.stop_requests.append("time limit")  # after at least one round: it always gets on
         if self.stop_requests and self.steps < self.args.total_timesteps:
             self.save()
             raise SystemExit(f"stopped at step {self.steps:,}; continue with --resume {self.folder}")

@@ -1,27 +1,96 @@
-"""The training scripts as modules, and a game of a few numbers for them."""
+"""The training scripts as modules, how tests run them, and a game of a few numbers for them."""
 
-import importlib.util
+import runpy
+import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
+
+import iql
+import liam_iql
+import naive_om_iql
+import omg_iql
+import qmix
+import vdn
+from envs import checkpoints
 
 # TensorBoard reads the logs of a second in the order of their names, which end in a number that counts the writers of a
 # process: 10 would come before 9. Runs of their own have a process each; those of the tests share one.
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 ROOT = Path(__file__).parent.parent
+TEAM_SCRIPTS = {"iql": iql, "vdn": vdn, "qmix": qmix}  # all seats learn by default
+MODEL_SCRIPTS = {"naive_om_iql": naive_om_iql, "liam_iql": liam_iql, "omg_iql": omg_iql}  # one learner among others
+SCRIPTS = {**TEAM_SCRIPTS, **MODEL_SCRIPTS}
+QUICK = {
+    "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 600,
+    "eval_interval": 300, "eval_episodes": 4, "final_eval_episodes": 6, "hidden_dim": 16, "log_interval": 0,
+}  # fmt: skip
+QUICK_MODEL = {"pretrain_timesteps": 200, "pretrain_updates": 20}  # of omg_iql, in addition
+QUICK_PRETRAINING = {"num_envs": 4, "batch_size": 4, **QUICK_MODEL}  # of pretrain_cvae
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def command_line(name, folder, options):
+    """The words of a command: options by name, booleans as flags, tuples as several words."""
+    words = [str(ROOT / f"{name}.py")]
+    quick = QUICK_PRETRAINING if name == "pretrain_cvae" else QUICK | (QUICK_MODEL if name == "omg_iql" else {})
+    for key, value in {**quick, "run_root": folder, **options}.items():
+        option = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{option}")
+        else:
+            words += [f"--{option}", *map(str, value if isinstance(value, (tuple, list)) else [value])]
+    return words
 
 
-SCRIPTS = {name: load(name) for name in ("iql", "vdn", "qmix")}
+def train(name, folder, **options):
+    """Runs a script in this process; returns the names that it had at the end."""
+    argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    sys.argv = command_line(name, folder, options)
+    try:
+        return runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        sys.argv = argv
+        torch.set_deterministic_debug_mode("default")
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def stopped(name, folder, **options):
+    """Runs a script that stops after a round; returns the run's folder."""
+    with pytest.raises(SystemExit, match=r"stopped at step [\d,]+; continue with --resume ") as stop:
+        train(name, folder, **{"time_limit": 1e-9, **options})
+    return Path(str(stop.value).split("--resume ")[1])
+
+
+def read_log(folder):
+    """(step, value) of every scalar in the TensorBoard log of a run, by key."""
+    events = EventAccumulator(str(folder)).Reload()
+    return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
+
+
+def make_learner(name, env, args):
+    module = SCRIPTS[name]
+    return module.Learner(args, env, env.n_agents) if name == "qmix" else module.Learner(args, env)
+
+
+def write_run(folder, name, env, seed=0, scale=3, **options):
+    """The folder of a run that has learned nothing, with weights `scale` times as large as a new run's."""
+    torch.manual_seed(seed)
+    args = SCRIPTS[name].Args(**{"env_id": env.name, "seed": seed, **QUICK, **options})
+    networks = make_learner(name, env, args).networks()
+    content = {"algorithm": name, "env_id": args.env_id, "sizes": checkpoints.env_sizes(env), "args": asdict(args)}
+    content["networks"] = {
+        key: {k: scale * weights for k, weights in network.state_dict().items()} for key, network in networks.items()
+    }
+    folder.mkdir(parents=True)
+    torch.save(content, folder / "checkpoint.pt")
+    return folder
 
 
 class TinyGame:
@@ -79,9 +148,9 @@ def matrix_game(num_envs):
 
 
 def scramble(learner, scale):
-    """Gives every network weights of its own, whose answers are far from equal."""
+    """Gives every network weights of its own, whose outputs are far from equal."""
     with torch.no_grad():
-        for network in (*learner.online.values(), *learner.target.values(), *learner.model.values()):
+        for network in learner.networks().values():
             for weights in network.parameters():
                 weights.copy_(torch.randn_like(weights) * scale)
     return learner

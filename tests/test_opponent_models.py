@@ -1,503 +1,521 @@
-"""naive_om_iql.py and liam_iql.py: losses against plain loops, masks, runs; and that every opponent model works."""
+"""What naive_om_iql.py, liam_iql.py and omg_iql.py have in common: losses against plain loops, masks, whole runs.
 
-import contextlib
-import difflib
-import io
-import re
+And that each opponent model is of use. What is OMG's alone is in test_omg.py.
+"""
+
+import json
 import signal
 from dataclasses import asdict
 
 import numpy as np
 import pytest
-import test_omg as omg
+import reference
 import torch
-from scripts import ROOT, load, scramble
-from test_omg import one_thread as one_thread
-from test_runs import blocks, scalars
+from reference import (
+    CPU,
+    NO_LOG,
+    assert_unchanged,
+    corrupt,
+    env_spec,
+    gradients,
+    make_runner,
+    random_batch,
+    random_learner,
+)
+from scripts import MODEL_SCRIPTS, SCRIPTS, stopped, train, write_run
 
 import envs
-from envs import play
-from envs.team import Team, sizes_of
+from envs import checkpoints, play
+from envs.episodes import EpisodeRunner, load_runner
+from envs.team import Team
+from pretrain_cvae import pretrain
 
-NAMES = ("naive_om_iql", "liam_iql")
-BOTH = pytest.mark.parametrize("name", NAMES)
-ALL = pytest.mark.parametrize("name", (*NAMES, "omg_iql"))
-SCRIPTS = {name: load(name) for name in (*NAMES, "omg_iql", "iql")}
-CPU = torch.device("cpu")
-
-
-def make_learner(name, env, seed=0, **changes):
-    torch.manual_seed(seed)
-    module = SCRIPTS[name]
-    latent = {} if name == "naive_om_iql" else {"latent_dim": 4}
-    args = module.Args(**{"hidden_dim": 6, "td_lambda": 0.6, "gamma": 0.9, **latent, **changes})
-    module.check(args)
-    return scramble(module.Learner(args, env), 0.4)
-
-
-# ---- the plain version: one match, one seat and one step at a time ----
-def log_softmax(x):
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+pytestmark = pytest.mark.usefixtures("one_thread")
+ALL = pytest.mark.parametrize("name", MODEL_SCRIPTS)
+BASELINES = ("naive_om_iql", "liam_iql")
+OMG_VARIANTS = (
+    {}, {"subgoal_mode": "conservative"}, {"q_subgoal": "inferred"}, {"q_subgoal": "selected"},
+    {"bootstrap_subgoal": "next", "q_subgoal": "selected"}, {"bootstrap_subgoal": "next"}, {"subgoal_input": "state"},
+    {"mix": "kl-target"}, {"td_lambda": 0.0}, {"horizon": 12}, {"dueling": True}, {"reconstruct": "features"},
+)  # fmt: skip
+VARIANTS = [(name, options) for name in BASELINES for options in ({}, {"dueling": True, "td_lambda": 0.0})]
+VARIANTS += [("omg_iql", options) for options in OMG_VARIANTS]
+REWARDS = pytest.mark.parametrize(
+    "rewards", [{}, {"team_reward": False, "ego_first": True}], ids=["team reward", "own rewards"]
+)
+GARBAGE = pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
 
 
-def plain_naive(learner, data, m, place, length, order):
-    """At every step: (the probabilities of the others' next actions, their logarithms, nothing rebuilt)."""
-    env, inference, h = learner.env, learner.model["inference"], np.zeros(96)
-    obs, acted = data["obs"][:, m, place], data["all_action"][:, m]
-    for t in range(length + 1):
-        done = [omg.one_hot(acted[t - 1, a] if t else -1, env.n_actions) for a in order]
-        h = omg.gru(inference.past, np.concatenate((obs[t - 1] if t else np.zeros(env.obs_dim), *done)), h)
-        x = np.concatenate((np.maximum(omg.linear(inference.now, obs[t]), 0), h))
-        logs = omg.linear(inference.head, np.maximum(omg.linear(inference.encoder, x), 0)).reshape(-1, env.n_actions)
-        yield np.exp(log_softmax(logs)).ravel(), log_softmax(logs), None
+# ---- losses ----
+def assert_losses_equal_plain_loops(name, learner, batch):
+    expected = reference.plain_losses(name, learner, batch)
+    td, model = reference.losses(learner, batch)
+    assert td.item() == pytest.approx(expected["td"], rel=1e-4)
+    assert model.item() == pytest.approx(expected["model"], rel=1e-4)
+    return expected
 
 
-def plain_liam(learner, data, m, place, length, order):
-    """At every step: (the embedding, the logarithms of the others' actions, their observations)."""
-    env, inference, h = learner.env, learner.model["inference"], np.zeros(96)
-    for t in range(length + 1):
-        last = omg.one_hot(data["action"][t - 1, m, place] if t else -1, env.n_actions)
-        h = omg.gru(inference.past, np.concatenate((data["obs"][t, m, place], last)), h)
-        code = omg.linear(inference.code, h)
-        x = np.maximum(omg.linear(inference.decoder, code), 0)
-        logs = log_softmax(omg.linear(inference.action_out, x).reshape(-1, env.n_actions))
-        yield code, logs, omg.linear(inference.obs_out, x).reshape(-1, env.obs_dim)
+@pytest.mark.usefixtures("samples_are_means")
+@REWARDS
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
+def test_losses_equal_plain_loops(name, options, rewards):
+    env = env_spec(**rewards)
+    learner, batch = random_learner(name, env, **options), random_batch(env)
+    expected = assert_losses_equal_plain_loops(name, learner, batch)
+    if name == "omg_iql":
+        _, logs = learner.losses(batch)
+        found = {key: logs[f"omg/{key}"] for key in ("recon", "kl")}
+    else:
+        _, _, logs = learner.model_loss(batch, *learner.inputs(batch))
+        found = {"correct": logs["action_accuracy"]}
+        if name == "liam_iql":
+            found["obs_error"] = logs["obs_error"]
+        assert 0 < expected["correct"] < 1
+    for key, value in found.items():
+        assert value.item() == pytest.approx(expected[key], rel=1e-4)
 
 
-def plain_losses(name, learner, batch):
-    """(TD loss, model's loss, share of actions that are right, error of observations)"""
-    data, errors, crosses, right, gaps = omg.plain(batch), [], [], [], []
-    for m, length in enumerate(batch["lengths"].tolist()):
-        for place, seat in enumerate(batch["seat"][0, m].tolist()):
-            order = omg.order_of(learner.env, seat)
-            answers = (plain_naive if name == "naive_om_iql" else plain_liam)(learner, data, m, place, length, order)
-            inferred = []
-            for t, (code, logs, rebuilt) in enumerate(answers):
-                inferred.append(code)
-                if t == length or not data["alive"][t, m, place]:
-                    continue
-                for number, other in enumerate(order[1:]):
-                    if data["all_alive"][t, m, other]:
-                        action = data["all_action"][t, m, other]
-                        crosses.append(-logs[number, action])
-                        right.append(np.argmax(logs[number]) == action)
-                        if rebuilt is not None:
-                            gaps.append(np.mean((rebuilt[number] - data["all_obs"][t, m, other]) ** 2))
-            errors += omg.td_errors(learner, data, m, place, inferred)
-    gap = np.mean(gaps) if gaps else 0.0
-    return np.mean(np.square(errors)), np.mean(crosses) + gap, np.mean(right), gap
+def test_plain_losses_of_variants_differ():
+    env = env_spec()
+    batch = random_batch(env, (8,), ((1, 2),), [(0, 2, 5)])
+    found = [
+        reference.plain_losses("omg_iql", random_learner("omg_iql", env, **options), batch) for options in OMG_VARIANTS
+    ]
+    assert len({round(losses["td"], 4) for losses in found}) >= 6
+    assert len({round(losses["model"], 4) for losses in found}) >= 5
 
 
-WORLDS = pytest.mark.parametrize("world", [{}, {"team_reward": False, "ego_first": True}], ids=["battle", "hunt"])
-
-
-@BOTH
-@WORLDS
-@pytest.mark.parametrize("changes", [{}, {"dueling": True, "td_lambda": 0.0}], ids=str)
-def test_the_losses_are_those_of_a_plain_loop(name, world, changes):
-    env = omg.sizes(**world)
-    learner, batch = make_learner(name, env, **changes), omg.episodes(env, omg.LENGTHS, omg.SEATS, omg.DEATHS)
-    td, model, right, gap = plain_losses(name, learner, batch)
-    loss, model_loss, _ = learner.loss(batch)
-    assert loss.item() == pytest.approx(td, rel=1e-4) and model_loss.item() == pytest.approx(model, rel=1e-4)
-    _, _, numbers = learner.model_loss(batch, *learner.inputs(batch))
-    assert 0 < right < 1 and numbers["action_accuracy"].item() == pytest.approx(right)
-    assert name == "naive_om_iql" or numbers["obs_error"].item() == pytest.approx(gap, rel=1e-4)
-
-
-@BOTH
+@pytest.mark.usefixtures("samples_are_means")
+@ALL
 @pytest.mark.parametrize("ego_first", [False, True])
-def test_learner_seat_by_seat(name, ego_first):
-    """One match, the learner in each seat: the order of the others and the seat's own rows."""
-    env = omg.sizes(n_agents=4, ego_first=ego_first)
-    learner, losses = make_learner(name, env), set()
+def test_losses_of_each_seat(name, ego_first):
+    """One match with the learner in each seat: the order of the others and the learner's own rows."""
+    env = env_spec(n_agents=4, ego_first=ego_first)
+    learner, found = random_learner(name, env), set()
     for seat in range(4):
-        batch = omg.episodes(env, (6,), ((seat,),), [(0, seat, 4), (0, (seat + 1) % 4, 2)])
-        td, model, *_ = plain_losses(name, learner, batch)
-        loss, model_loss, _ = learner.loss(batch)
-        assert loss.item() == pytest.approx(td, rel=1e-4) and model_loss.item() == pytest.approx(model, rel=1e-4)
-        losses.add(round(model, 6))
-    assert len(losses) == 4
+        batch = random_batch(env, (6,), ((seat,),), [(0, seat, 4), (0, (seat + 1) % 4, 2)])
+        found.add(round(assert_losses_equal_plain_loops(name, learner, batch)["model"], 6))
+    assert len(found) == 4
 
 
-# ---- gradients, and what does not count ----
-@BOTH
-@pytest.mark.parametrize("dueling", [False, True])
-def test_each_loss_teaches_its_own_network(name, dueling):
-    env = omg.sizes()
-    learner, batch = make_learner(name, env, dueling=dueling), omg.episodes(env, omg.LENGTHS, omg.SEATS, omg.DEATHS)
-    found = [omg.gradients(learner, batch, which)[1] for which in (0, 1)]
-    assert {key.split(".")[0] for key in found[0]} == {"agents"}
-    assert {key.split(".")[0] for key in found[1]} == {"inference"}
-    assert len(found[0]) == len(list(learner.online["agents"].parameters())) == (10 if dueling else 8)
-    assert len(found[1]) == len(list(learner.model["inference"].parameters()))
+# ---- gradients ----
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {"dueling": dueling}) for name in BASELINES for dueling in (False, True)),
+        *(("omg_iql", options) for options in (
+            {}, {"q_subgoal": "selected"}, {"inference": "mlp"}, {"mix": "kl-target"}, {"reconstruct": "features"},
+            {"dueling": True},
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_loss_trains_its_own_network(name, options):
+    env = env_spec()
+    learner, batch = random_learner(name, env, **options), random_batch(env)
+    if name == "omg_iql":
+        learner.set_mix_probability(0.5)
+    td, model = (set(gradients(learner, batch, which)[1]) for which in (0, 1))
+    assert td == {f"agents.{key}" for key, _ in learner.agents.named_parameters()}
+    assert len(td) == (10 if options.get("dueling") else 8)
+    expected = {f"model.{key}" for key, _ in learner.model.named_parameters() if not key.startswith("vae.")}
+    if options.get("inference") == "mlp":  # it has no variance and reconstructs nothing
+        unused = ("model.code.log_variance", "model.decoder", "model.out")
+        expected = {key for key in expected if not key.startswith(unused)}
+    assert model == expected
 
 
-@BOTH
-def test_an_update_moves_both_and_the_target_follows(name):
-    env = omg.sizes()
-    learner, batch = make_learner(name, env), omg.episodes(env, omg.LENGTHS, omg.SEATS, omg.DEATHS)
+@ALL
+def test_an_update_trains_both_networks_and_the_target_network_follows(name):
+    env = env_spec()
+    learner, batch = random_learner(name, env), random_batch(env)
 
-    def numbers():
-        networks = {**learner.online, **learner.model, "target": learner.target["agents"]}
+    def weights():
+        networks = learner.networks()
+        if name == "omg_iql":
+            networks["vae"] = learner.model.vae
         return {
-            key: torch.cat([w.detach().flatten() for w in network.parameters()]) for key, network in networks.items()
+            key: torch.cat([p.detach().flatten() for p in network.parameters()]) for key, network in networks.items()
         }
 
-    before = numbers()
+    before = weights()
     learner.update(batch)
-    after = numbers()
-    assert (before["agents"] != after["agents"]).any() and (before["inference"] != after["inference"]).any()
-    moved = before["target"] + learner.args.tau * (after["agents"] - before["target"])
-    torch.testing.assert_close(after["target"], moved)
-    assert learner.report()["model_loss"] > 0
+    after = weights()
+    assert (before["agents"] != after["agents"]).any() and (before["model"] != after["model"]).any()
+    moved = before["target_agents"] + learner.args.tau * (after["agents"] - before["target_agents"])
+    torch.testing.assert_close(after["target_agents"], moved)
+    assert name != "omg_iql" or torch.equal(before["vae"], after["vae"])
+    assert learner.metrics.pop()["omg/loss" if name == "omg_iql" else "om/loss"] > 0
     batch["reward"][0, 0, 0] = torch.nan
     learner.update(batch)
-    same = numbers()
-    assert (same["agents"] == after["agents"]).all() and (same["inference"] == after["inference"]).all()
-    with pytest.raises(FloatingPointError, match="the loss was not finite"):
-        learner.report()
+    skipped = weights()
+    assert torch.equal(skipped["agents"], after["agents"]) and torch.equal(skipped["model"], after["model"])
+    with pytest.raises(FloatingPointError, match="losses/td_loss was not finite"):
+        learner.metrics.pop()
 
 
-@BOTH
-@WORLDS
-@pytest.mark.parametrize("garbage", omg.GARBAGE)
-def test_padding_does_not_count(name, world, garbage):
-    env = omg.sizes(**world)
-    learner, batch = make_learner(name, env), omg.episodes(env, omg.LENGTHS, omg.SEATS, omg.DEATHS)
-    spoiled, rows = dict(batch), torch.arange(len(batch["obs"])).unsqueeze(1)
-    for key in ("obs", "all_obs", "avail", "alive", "all_alive"):  # known up to the state after the last step
-        omg.spoil(spoiled, key, rows > batch["lengths"], garbage)
-    for key in ("reward", "action", "all_action", "terminated"):
-        omg.spoil(spoiled, key, rows >= batch["lengths"], garbage)
-    omg.unchanged(None, learner, batch, spoiled)
+# ---- masks ----
+MASKED = [*((name, {}) for name in MODEL_SCRIPTS)]
+MASKED += [("omg_iql", options) for options in ({"mix": "kl-target"}, {"subgoal_input": "state"}, {"inference": "mlp"})]
 
 
-@BOTH
-@pytest.mark.parametrize("garbage", omg.GARBAGE)
-def test_after_an_agent_has_left_nothing_counts_where_rewards_are_its_own(name, garbage):
-    env = omg.sizes(team_reward=False)
-    learner, batch = make_learner(name, env), omg.episodes(env, omg.LENGTHS, omg.SEATS, omg.DEATHS)
-    spoiled = dict(batch)
-    for key in ("obs", "reward", "avail"):
-        omg.spoil(spoiled, key, ~batch["alive"], garbage)
-    omg.unchanged(None, learner, batch, spoiled)
+@GARBAGE
+@REWARDS
+@pytest.mark.parametrize(("name", "options"), MASKED, ids=str)
+def test_what_is_recorded_behind_the_end_of_an_episode_does_not_matter(name, options, rewards, garbage):
+    env = env_spec(**rewards)
+    learner, batch = random_learner(name, env, **options), random_batch(env)
+    if name == "omg_iql":
+        learner.mix_probability.fill_(0.5)
+    rows, corrupted = torch.arange(len(batch["obs"])).unsqueeze(1), dict(batch)
+    for key in ("obs", "all_obs", "state", "avail", "alive", "all_alive"):  # recorded after the last step too
+        corrupted[key] = corrupt(batch, key, rows > batch["lengths"], garbage)
+    for key in ("reward", "action", "all_action", "terminated", "mean", "log_variance"):
+        corrupted[key] = corrupt(batch, key, rows >= batch["lengths"], garbage)
+    assert_unchanged(learner, batch, corrupted)
 
 
-@BOTH
-@pytest.mark.parametrize("garbage", omg.GARBAGE)
-def test_what_dead_others_do_and_see_is_no_target(name, garbage):
-    env = omg.sizes()
+@GARBAGE
+@ALL
+def test_with_own_rewards_nothing_matters_after_an_agent_has_left(name, garbage):
+    env = env_spec(team_reward=False)
+    learner, batch = random_learner(name, env), random_batch(env)
+    if name == "omg_iql":
+        learner.mix_probability.fill_(0.5)
+    fields = ("obs", "reward", "avail", "mean", "log_variance")
+    assert_unchanged(learner, batch, batch | {key: corrupt(batch, key, ~batch["alive"], garbage) for key in fields})
+
+
+@ALL
+def test_a_dead_learner_counts_in_the_teams_td_loss_but_not_in_the_models(name):
+    env = env_spec()
+    options = {"q_subgoal": "inferred"} if name == "omg_iql" else {}
+    learner, batch = random_learner(name, env, **options), random_batch(env, (6,), ((1,),), [(0, 1, 3)])
+    fields = ("obs", "reward", "avail")
+    corrupted = batch | {key: corrupt(batch, key, ~batch["alive"], 7.0) for key in fields}
+    assert_unchanged(learner, batch, corrupted, which=[1])
+    assert gradients(learner, batch, 0)[0] != pytest.approx(gradients(learner, corrupted, 0)[0], rel=1e-3)
+
+
+@GARBAGE
+@pytest.mark.parametrize("name", BASELINES)
+def test_actions_and_observations_of_dead_others_are_no_targets(name, garbage):
+    env = env_spec()
     deaths = [(0, 0, 3), (1, 0, 2), (2, 1, 1), (3, 1, 4)]
-    learner, batch = make_learner(name, env), omg.episodes(env, omg.LENGTHS, ((1,), (2,), (0,), (2,)), deaths)
-    infer = getattr(learner, "infer", None)
-    if infer:  # what they did is a part of the past, which is as it was: only the targets are spoiled
-        learner.infer = lambda obs, everybody, seat: infer(obs, batch["all_action"][:-1], seat)
-    spoiled = dict(batch)
-    for key in ("all_obs", "all_action"):
-        omg.spoil(spoiled, key, ~batch["all_alive"], garbage)
-    omg.unchanged(None, learner, batch, spoiled)
-    alive = dict(batch)
-    omg.spoil(alive, "all_action", batch["all_alive"], garbage)
-    assert omg.gradients(learner, batch, 1)[0] != omg.gradients(learner, alive, 1)[0]
+    learner, batch = random_learner(name, env), random_batch(env, seats=((1,), (2,), (0,), (2,)), deaths=deaths)
+    if name == "naive_om_iql":  # the same past as before, which others' actions are a part of: targets alone differ
+        unroll = learner.model.unroll
+        learner.model.unroll = lambda obs, all_action, seat: unroll(obs, batch["all_action"][:-1], seat)
+    fields = ("all_obs", "all_action")
+    assert_unchanged(learner, batch, batch | {key: corrupt(batch, key, ~batch["all_alive"], garbage) for key in fields})
+    of_living = batch | {"all_action": corrupt(batch, "all_action", batch["all_alive"], garbage)}
+    assert gradients(learner, batch, 1)[0] != gradients(learner, of_living, 1)[0]
 
 
-@BOTH
-def test_a_dead_learner_leaves_the_models_loss_and_stays_in_the_teams(name):
-    env = omg.sizes()
-    learner, batch = make_learner(name, env), omg.episodes(env, (6,), ((1,),), [(0, 1, 3)])
-    spoiled = dict(batch)
-    for key in ("obs", "reward", "avail"):
-        omg.spoil(spoiled, key, ~batch["alive"], 7.0)
-    omg.unchanged(None, learner, batch, spoiled, which=[1])
-    assert omg.gradients(learner, batch, 0)[0] != pytest.approx(omg.gradients(learner, spoiled, 0)[0], rel=1e-3)
-
-
-# ---- acting and learning go through the same computations ----
-def make_rollout(name, env_id, team, num_envs=6, seed=1, **changes):
-    torch.manual_seed(seed)
-    module = SCRIPTS[name]
-    args = module.Args(env_id=env_id, team=team, num_envs=num_envs, hidden_dim=16, **changes)
-    env = module.make_env(args, num_envs, CPU, seed)
-    learner = module.Learner(args, env)
-    with torch.no_grad():
-        for network in (learner.online["agents"], learner.model["inference"]):
-            for weights in network.parameters():
-                weights.mul_(2)
-    networks = learner.online["agents"], learner.model["inference"]
-    kept = (*module.SEEN, "terminated")
-    return learner, module.Rollout(env, *networks, kept, module.make_team(args, env, seed))
-
-
-@BOTH
+# ---- acting and learning compute the same ----
+@pytest.mark.usefixtures("samples_are_means")
+@ALL
 @pytest.mark.parametrize(
-    ("env_id", "team"), [("8m", None), ("stag_hunt_4x4", "2NS2learner"), ("stag_hunt_4x4", "self")]
+    ("env_id", "team"), [("8m", "scripted"), ("stag_hunt_4x4", "2NS2learner"), ("stag_hunt_4x4", "self")]
 )
 def test_the_loss_unrolls_what_was_played(name, env_id, team):
-    """Q of the loss is Q of acting: the whole way through story, buffer and batch."""
-    learner, rollout = make_rollout(name, env_id, team, batch_size=6, buffer_size=6)
-    agents, acted, unrolled = learner.online["agents"], [], []
+    """The Q-values of the loss are those of acting, by way of recorded episodes, buffer and batch."""
+    options = {"q_subgoal": "inferred"} if name == "omg_iql" else {}
+    learner, runner = make_runner(name, env_id, team, batch_size=6, buffer_size=6, **options)
+    acted, unrolled = [], []
     for _ in range(2):  # nothing is left of the round before
         acted.clear()
-        handle = agents.register_forward_hook(lambda _, inputs, outputs: acted.append(outputs[0][0].clone()))
-        _, lengths, _, valid = rollout.play(0.3)
+        handle = learner.agents.register_forward_hook(lambda _, inputs, outputs: acted.append(outputs[0][0].clone()))
+        _, lengths, _, valid = runner.play(0.3)
         handle.remove()
-    with contextlib.redirect_stdout(io.StringIO()):
-        buffer = SCRIPTS[name].Buffer(rollout.story, 6, CPU, 0)
-    buffer.add(rollout.story, lengths, valid)
-    handle = agents.register_forward_hook(lambda _, inputs, outputs: unrolled.append(outputs[0].detach().clone()))
+    buffer = SCRIPTS[name].ReplayBuffer(learner.args, runner.episodes, CPU)
+    buffer.add(runner.episodes, lengths, valid)
+    hook = learner.agents.register_forward_hook(lambda _, inputs, outputs: unrolled.append(outputs[0].detach().clone()))
     learner.learn(buffer, 1)
-    handle.remove()
-    order = torch.arange(6)[torch.randperm(6, generator=torch.Generator().manual_seed(0))]
+    hook.remove()
+    q = next(outputs for outputs in unrolled if len(outputs) > 1)  # OMG's bootstrap makes single steps
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(learner.args.seed))
     for place, match in enumerate(order.tolist()):
         length = int(lengths[match])
-        mine = torch.stack([step[match] for step in acted[:length]])
-        torch.testing.assert_close(mine, unrolled[0][:length, place], rtol=1e-4, atol=1e-5)
+        expected = torch.stack([step[match] for step in acted[:length]])
+        torch.testing.assert_close(q[:length, place], expected, rtol=1e-4, atol=1e-5)
 
 
-@BOTH
-def test_a_saved_policy_plays_as_the_run_did(name, tmp_path):
-    learner, rollout = make_rollout(name, "stag_hunt_4x4", "2NS2learner", seat="0")
+@pytest.mark.usefixtures("samples_are_means")
+@ALL
+def test_a_loaded_run_plays_as_it_did_when_it_was_saved(name, tmp_path):
+    """Greedily, with the target network: as in an evaluation, match after match."""
+    learner, runner = make_runner(name, "stag_hunt_4x4", "2NS2learner", seat="0")
     with torch.no_grad():
-        for weights in learner.target["agents"].parameters():
-            weights.mul_(3)
-    rollout.agents = learner.target["agents"]
-    about = {"env_id": "stag_hunt_4x4", "sizes": sizes_of(rollout.env), "args": asdict(learner.args)}
-    saved = {
-        which: {n: x.state_dict() for n, x in getattr(learner, which).items()}
-        for which in ("online", "target", "model")
-    }
-    torch.save({**about, **saved}, tmp_path / "checkpoint.pt")
-    env = SCRIPTS[name].make_env(learner.args, 6, CPU, 1)
-    act, used = SCRIPTS[name].load_policy(tmp_path, env), set()
+        for network in (learner.target_agents, learner.model):
+            for weights in network.parameters():
+                weights.mul_(3)
+    runner.player = SCRIPTS[name].Player(learner, learner.target_agents, runner.team.learner_seats)
+    content = {"algorithm": name, "env_id": "stag_hunt_4x4", "sizes": checkpoints.env_sizes(runner.env)}
+    content["networks"] = {key: network.state_dict() for key, network in learner.networks().items()}
+    torch.save({**content, "args": asdict(learner.args)}, tmp_path / "checkpoint.pt")
+    env = envs.make("stag_hunt_4x4", num_envs=6)
+    loaded, used = load_runner(tmp_path, env), set()
     for episode in range(3):
-        rollout.env._seed = episode
-        rollout.env._started = False  # so that the next reset goes by the seed
-        rollout.play(0.0)
-        obs, info = env.reset(seed=episode)
-        for t in range(int(rollout.lengths.max())):
-            running = t < rollout.lengths
-            actions = act(obs, info)
-            assert (actions == rollout.story["all_action"][t])[running].all()
+        runner.env.reset(seed=episode)
+        env.reset(seed=episode)
+        runner.play(0.0)
+        obs, info = env.reset()
+        for t in range(int(runner.lengths.max())):
+            running = t < runner.lengths
+            assert (runner.episodes["obs"][t] == obs[:, :2])[running].all()
+            actions = loaded.policy(obs, info)
+            assert (actions == runner.episodes["all_action"][t])[running].all()
             used |= set(actions[:, :2].flatten().tolist())
             obs, *_, info = env.step(actions)
     assert len(used) > 1
     other = envs.make("stag_hunt_4x4", num_envs=2)
-    args, _, again = SCRIPTS[name].load_rollout(tmp_path, other, Team(other, "3NH1learner", ("learner",)))
-    returns, *_ = again.play(epsilon=0.0)
-    assert args.team == "2NS2learner" and returns.shape == (2, 1)
-    for wrong in ("3m", "8m"):
-        with pytest.raises(ValueError, match=f"is of stag_hunt_4x4 .*; this is {wrong}"):
-            SCRIPTS[name].load_policy(tmp_path, envs.make(wrong))
+    returns, *_ = load_runner(tmp_path, other, Team(other, "3NH1learner")).play()
+    assert returns.shape == (2, 1)
+    for env_id in ("3m", "8m"):
+        with pytest.raises(ValueError, match=f"is of stag_hunt_4x4 .*; this is {env_id}"):
+            load_runner(tmp_path, envs.make(env_id), Team(envs.make(env_id)))
 
 
 @ALL
 def test_the_others_never_learn(name, tmp_path):
-    iql, env = SCRIPTS["iql"], envs.make("stag_hunt_4x4")
-    args = iql.Args(hidden_dim=16)
-    about = {"algorithm": "iql", "env_id": "stag_hunt_4x4", "sizes": sizes_of(env), "args": asdict(args)}
-    torch.save({**about, "target": {"agents": iql.make_agents(args, env).state_dict()}}, tmp_path / "checkpoint.pt")
-    options = {"pool": (str(tmp_path),), "batch_size": 6, "buffer_size": 6}
-    learner, rollout = make_rollout(name, "stag_hunt_4x4", "3iql1learner", **options)
-    before = {key: [x.clone() for x in layer] for key, layer in rollout.team.networks.layers.items()}
-    _, lengths, _, valid = rollout.play(0.3)
-    with contextlib.redirect_stdout(io.StringIO()):
-        buffer = SCRIPTS[name].Buffer(rollout.story, 6, CPU, 0)
-    buffer.add(rollout.story, lengths, valid)
-    mine = learner.online["agents"].out.weight.detach().clone()
+    write_run(tmp_path / "iql", "iql", envs.make("stag_hunt_4x4"))
+    options = {"pool": (str(tmp_path / "iql"),), "batch_size": 6, "buffer_size": 6}
+    learner, runner = make_runner(name, "stag_hunt_4x4", "3iql1learner", **options)
+    layers = runner.team.networks.layers
+    before = {key: [weights.clone() for weights in layer] for key, layer in layers.items()}
+    _, lengths, _, valid = runner.play(0.3)
+    buffer = SCRIPTS[name].ReplayBuffer(learner.args, runner.episodes, CPU)
+    buffer.add(runner.episodes, lengths, valid)
+    own = learner.agents.fc2.weight.detach().clone()
     learner.learn(buffer, 3)
-    assert (learner.online["agents"].out.weight != mine).any()
-    for key, layer in rollout.team.networks.layers.items():
+    assert layers and (learner.agents.fc2.weight != own).any()
+    for key, layer in layers.items():
         assert all(torch.equal(new, old) and not new.requires_grad for new, old in zip(layer, before[key]))
 
 
-# ---- measures ----
-@BOTH
-def test_analysis_measures_the_round_just_played(name):
-    learner, rollout = make_rollout(name, "stag_hunt_4x4", "3NH1learner")
-    rollout.play(0.0)
-    found = SCRIPTS[name].analyse(learner.args, learner, rollout, matches=5)
-    data = {key: values[:, :5] for key, values in rollout.story.items()} | {"lengths": rollout.lengths[:5]}
-    _, _, right, gap = plain_losses(name, learner, data)
-    assert found["action_accuracy"] == pytest.approx(right, abs=1e-6) and found["q_sensitivity"] > 0
-    assert found.get("obs_error", 0.0) == pytest.approx(gap, rel=1e-4)
-    assert "q_sensitivity" not in SCRIPTS[name].analyse(learner.args, learner, rollout, matches=1)
-    with torch.no_grad():  # a Q-network that does not listen
-        learner.target["agents"].into.weight[:, -learner.model["inference"].past.hidden_size :] = 0
-        extra = learner.target["agents"].into.in_features - rollout.env.obs_dim - rollout.env.n_actions - 4
-        learner.target["agents"].into.weight[:, -extra:] = 0
-    assert SCRIPTS[name].analyse(learner.args, learner, rollout)["q_sensitivity"] == 0
+# ---- metrics ----
+@pytest.mark.parametrize("name", BASELINES)
+def test_metrics_of_the_last_round(name):
+    learner, runner = make_runner(name, "stag_hunt_4x4", "3NH1learner")
+    runner.play(0.0)
+    episodes = runner.selection(slice(5))
+    metrics = runner.player.analyse(episodes)
+    expected = reference.plain_losses(name, learner, episodes)
+    assert metrics["action_accuracy"] == pytest.approx(expected["correct"], abs=1e-6) and metrics["q_sensitivity"] > 0
+    assert metrics.get("obs_error") == (pytest.approx(expected["obs_error"], rel=1e-4) if name == "liam_iql" else None)
+    assert "q_sensitivity" not in runner.player.analyse(runner.selection(slice(1)))
+    with torch.no_grad():  # a Q-network that ignores what is inferred
+        inferred = learner.agents.fc1.in_features - runner.env.obs_dim - runner.env.n_actions - runner.env.n_agents
+        learner.target_agents.fc1.weight[:, -inferred:] = 0
+    assert runner.player.analyse(episodes)["q_sensitivity"] == 0
 
 
 # ---- whole runs ----
-@BOTH
-def test_a_run_on_3m_with_8_agents_is_filmed_and_can_be_watched(name, tmp_path):
-    folder = omg.run(tmp_path, "--env-id", "3m", "--n-agents", "8", "--capture-video", script=name)
-    report = omg.results(folder)
-    assert report["complete"] and report["final"]["episodes"] == 8 and report["updates"] > 0
-    assert 0 < report["om"]["action_accuracy"] < 1 and report["om"]["q_sensitivity"] > 0
-    assert ("obs_error" in report["om"]) == (name == "liam_iql")
-    assert (folder / "match.gif").stat().st_size > 0 and not (folder / "resume.pt").exists()
-    play.main(play.Args("3m", policy=str(folder), n_agents=8, out=tmp_path / "match.gif"))
-    with pytest.raises(ValueError, match="is of 3m"):
-        play.policy_of(str(folder), envs.make("3m"))
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
 
 
-@BOTH
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--env-id MMM --dueling",
-        "--env-id stag_hunt_4x4 --seat random --mix-teammates --buffer-device cpu --no-save-buffer",
-        "--env-id stag_hunt_4x4 --team self --td-lambda 0",
-        "--env-id 3m --n-agents 8 --team 6nearest2{learner}",
-    ],
-)
-def test_runs_with_other_choices(name, arguments, tmp_path):
-    learner = {"naive_om_iql": "naive_om", "liam_iql": "liam"}[name]
-    report = omg.results(omg.run(tmp_path, *arguments.format(learner=learner).split(), script=name))
-    assert report["complete"] and report["steps"] >= 400 and np.isfinite(report["final"]["episodic_return"])
+RUN = {"env_id": "stag_hunt_4x4", "total_timesteps": 800}
 
 
-@ALL
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
-def test_a_run_on_the_gpu_is_captured_and_the_same_again(name, tmp_path):
-    setting = ("--env-id", "stag_hunt_4x4", "--cuda", "--total-timesteps", "1500", "--final-eval-episodes", "16")
-    one, other = (omg.run(tmp_path / part, *setting, script=name) for part in ("a", "b"))
-    assert omg.results(one)["complete"] and omg.results(one)["args"]["cuda"]
-    assert omg.results(one)["final"] == omg.results(other)["final"]
-
-
-SETTING = ("--env-id", "stag_hunt_4x4", "--total-timesteps", "800")
+def options_of(name):
+    return RUN | ({"mix": "kl-target", "mix_fraction": 1.0, "latent_dim": 8} if name == "omg_iql" else {})
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A complete run of each script, made once."""
+def complete(tmp_path_factory):
+    """A complete run of each script, made once: the names that it had at the end."""
     made = {}
 
     def get(name):
         if name not in made:
-            made[name] = omg.run(tmp_path_factory.mktemp("whole"), *SETTING, script=name)
+            made[name] = train(name, tmp_path_factory.mktemp(name), **options_of(name))
         return made[name]
 
     return get
 
 
-@BOTH
-def test_a_run_goes_on_where_it_stopped_and_the_same_again_is_the_same(name, whole, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("tqdm.tqdm.update", lambda *_: signal.raise_signal(signal.SIGTERM))
-        part = omg.run(tmp_path, *SETTING, script=name, stops=True)
-    omg.run(tmp_path, *SETTING, "--resume", str(part), "--time-limit", "0.001", script=name, stops=True)
-    omg.run(tmp_path, *SETTING, "--resume", str(part), script=name)
-    omg.same_runs(whole(name), part, "om")
-    omg.same_runs(whole(name), omg.run(tmp_path / "again", *SETTING, script=name), "om")
-    with pytest.raises(SystemExit, match="is complete"):
-        omg.run(tmp_path, *SETTING, "--resume", str(part), script=name)
+def assert_same_runs(one, other):
+    """Bit by bit: everything that was learned, and every evaluation."""
+    first, second = (checkpoints.read_run(folder)["networks"] for folder in (one, other))
+    assert first.keys() == second.keys()
+    for name, weights in first.items():
+        for key, values in weights.items():
+            assert torch.equal(values, second[name][key]), (name, key)
+    first, second = results(one), results(other)
+    metrics = "omg" if "omg" in first else "om"
+    for key in ("final", metrics, "steps", "episodes", "updates"):
+        assert first[key] == second[key]
+    evaluations = [
+        [(e["steps"], e["win_rate"], e["episodic_return"]) for e in found["evals"]] for found in (first, second)
+    ]
+    assert evaluations[0] == evaluations[1] != []
 
 
 @ALL
-def test_the_online_network_explores_and_the_target_network_plays_greedily(name, tmp_path):
-    folder = omg.run(tmp_path, "--env-id", "stag_hunt_4x4", script=name)
-    names = omg.run.names
-    target = names["learner"].target["agents"]
-    assert names["rollout"].agents is names["learner"].online["agents"] and names["eval_rollout"].agents is target
-    _, learner, rollout = SCRIPTS[name].load_rollout(folder, envs.make("stag_hunt_4x4"))
-    assert rollout.agents is learner.target["agents"]
-    assert all(map(torch.equal, rollout.agents.state_dict().values(), target.state_dict().values()))
+def test_a_run_on_3m_with_8_agents_with_a_video(name, tmp_path):
+    episodes = {"eval_episodes": 8, "final_eval_episodes": 8}
+    folder = train(name, tmp_path, env_id="3m", n_agents=8, capture_video=True, **episodes)["run"].folder
+    found = results(folder)
+    metrics = found["omg" if name == "omg_iql" else "om"]
+    assert found["complete"] and found["final"]["episodes"] == 8 and found["updates"] > 0
+    assert metrics["q_sensitivity"] > 0
+    if name == "omg_iql":
+        assert 0 <= metrics["hit_ratio"] <= 1 and {"teammate_probe", "next_action_probe"} <= metrics.keys()
+    else:
+        assert 0 < metrics["action_accuracy"] < 1 and ("obs_error" in metrics) == (name == "liam_iql")
+    assert (folder / "match.gif").stat().st_size > 0 and not (folder / "resume.pt").exists()
+    play.main(play.Args("3m", policy=str(folder), n_agents=8, out=tmp_path / "match.gif"))
+    assert (tmp_path / "match.gif").stat().st_size > 0
+    env = envs.make("3m", n_agents=8)
+    act, goals = play.load_policy(str(folder), env)
+    act(*env.reset(seed=0))
+    assert bool(goals()) == (name == "omg_iql")
+    assert all(len(goal) == 3 and np.isfinite(goal).all() for goal in goals())
+    with pytest.raises(ValueError, match="is of 3m"):
+        play.load_policy(str(folder), envs.make("3m"))
 
 
-@ALL
-def test_a_run_starts_from_the_networks_of_another(name, whole, tmp_path):
-    first = whole(name)
-    options = ("--env-id", "stag_hunt_4x4", "--seed", "5", "--learning-rate", "1e-9", "--model-learning-rate", "1e-9")
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        second = omg.run(tmp_path, *options, "--tau", "0", "--init", str(first), script=name)
-    before, after = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (first, second))
-    for which in ("online", "target", "model"):
-        for network, weights in before[which].items():
-            for key, values in weights.items():
-                torch.testing.assert_close(after[which][network][key], values, rtol=0, atol=1e-6)
-    assert after["progress"]["steps"] < before["progress"]["steps"] and "Pre-training" not in text.getvalue()
-    with pytest.raises(SystemExit, match=r"is of stag_hunt_4x4 .*; this is 3m"):
-        omg.run(tmp_path, "--env-id", "3m", "--init", str(first), script=name)
-    with pytest.raises(SystemExit, match=r"the agents of a run of .* do not fit"):
-        omg.run(tmp_path, "--env-id", "stag_hunt_4x4", "--hidden-dim", "8", "--init", str(first), script=name)
-    with pytest.raises(SystemExit, match=r"there is no checkpoint\.pt"):
-        omg.run(tmp_path, "--env-id", "stag_hunt_4x4", "--init", str(tmp_path / "nowhere"), script=name)
+OTHER_OPTIONS = [
+    {"env_id": "MMM", "dueling": True, "seat": "random", "mix_teammates": True, "buffer_device": "cpu"},
+    {"env_id": "stag_hunt_4x4", "team": "self", "td_lambda": 0.0, "save_buffer": False},
+]
+OMG_OPTIONS = [
+    OTHER_OPTIONS[0] | {"subgoal_input": "state", "selector": "random", "reconstruct": "features"},
+    OTHER_OPTIONS[1] | {"selector": "3", "q_subgoal": "inferred", "horizon": 1},
+    {"env_id": "3m", "n_agents": 8, "team": "6nearest2omg", "inference": "mlp", "selector": "next"}
+    | {"q_subgoal": "selected", "bootstrap_subgoal": "next"},
+    {"env_id": "stag_hunt_4x4", "subgoal_mode": "conservative", "seat": "2", "mix_start": 1.0, "mix_fraction": 1.0},
+]
 
 
-@BOTH
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("name", "options"),
     [
-        ({"model_learning_rate": 0.0}, "--model-learning-rate is above 0"),
-        ({"gamma": float("nan")}, "--gamma is from 0 to 1"),
-        ({"checkpoint_interval": -1.0}, "--checkpoint-interval is from 0 up"),
-        ({"team": "1learner"}, "--team 1learner: team '1learner' has 1 seats, but 3m has 3"),
-        ({"n_agents": 1}, "--n-agents 1: there is nobody to model"),
+        *((name, options) for name in BASELINES for options in OTHER_OPTIONS),
+        *(("omg_iql", options) for options in OMG_OPTIONS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.get("team", value["env_id"]),
+)
+def test_runs_with_other_options(name, options, tmp_path):
+    found = results(train(name, tmp_path, **options)["run"].folder)
+    assert found["complete"] and found["steps"] >= 600 and np.isfinite(found["final"]["episodic_return"])
+    if name == "omg_iql":
+        assert ("hit_ratio" in found["omg"]) == (options.get("subgoal_input") != "state")
+
+
+@ALL
+def test_a_run_among_earlier_runs(name, tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / "pool" / str(seed), "iql", envs.make("stag_hunt_4x4"), seed=seed)
+    learner = {"naive_om_iql": "naive_om", "liam_iql": "liam", "omg_iql": "omg"}[name]
+    options = {"team": f"3iql1{learner}", "pool": tmp_path / "pool" / "*", "teammate_epsilon": 0.1}
+    folder = train(name, tmp_path / "runs", env_id="stag_hunt_4x4", mix_teammates=True, **options)["run"].folder
+    assert results(folder)["complete"]
+    assert name != "omg_iql" or "teammate_probe" in results(folder)["omg"]
+    play.main(play.Args("stag_hunt_4x4", policy=str(folder), episodes=2, out=tmp_path / "match.html"))
+
+
+@ALL
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
+def test_a_run_on_the_gpu_is_captured_and_repeats_exactly(name, tmp_path):
+    options = {"env_id": "stag_hunt_4x4", "cuda": True, "total_timesteps": 1500, "final_eval_episodes": 16}
+    one, other = (train(name, tmp_path / folder, **options)["run"].folder for folder in ("a", "b"))
+    assert results(one)["complete"] and results(one)["args"]["cuda"]
+    assert results(one)["final"] == results(other)["final"]
+
+
+@ALL
+def test_a_run_repeats_exactly_also_if_it_is_stopped_and_resumed(name, complete, tmp_path, monkeypatch):
+    expected, options = complete(name)["run"].folder, options_of(name)
+    assert_same_runs(expected, train(name, tmp_path / "again", **options)["run"].folder)
+    with monkeypatch.context() as patch:  # a signal in each round
+        patch.setattr("tqdm.tqdm.update", lambda *_: signal.raise_signal(signal.SIGTERM))
+        folder = stopped(name, tmp_path, time_limit=1e6, **options)
+        steps = [checkpoints.read_run(folder)["progress"]["steps"]]
+        assert stopped(name, tmp_path, time_limit=1e6, resume=folder, **options) == folder
+        steps.append(checkpoints.read_run(folder)["progress"]["steps"])
+    assert 0 < steps[0] < steps[1] < results(expected)["steps"]
+    train(name, tmp_path, resume=folder, **options)
+    assert_same_runs(expected, folder)
+    with pytest.raises(SystemExit, match="is complete"):
+        train(name, tmp_path, resume=folder, **options)
+
+
+@ALL
+def test_the_online_network_explores_and_the_target_network_plays_greedily(name, complete):
+    names = complete(name)
+    learner = names["learner"]
+    assert names["runner"].player.agents is learner.agents
+    assert names["eval_runner"].player.agents is learner.target_agents
+    player = load_runner(names["run"].folder, envs.make("stag_hunt_4x4")).player
+    assert player.agents is player.learner.target_agents
+    assert all(map(torch.equal, player.agents.parameters(), learner.target_agents.parameters()))
+    assert not all(map(torch.equal, player.agents.parameters(), learner.agents.parameters()))
+
+
+@ALL
+def test_a_run_starts_from_the_networks_of_another(name, complete, tmp_path, capsys):
+    first = complete(name)["run"].folder
+    capsys.readouterr()
+    options = options_of(name) | {"total_timesteps": 200, "init": first}
+    rates = {"learning_rate": 1e-9, "model_learning_rate": 1e-9, "tau": 0.0}
+    second = train(name, tmp_path, seed=5, **options, **rates)["run"].folder
+    assert "Pre-training" not in capsys.readouterr().out
+    before, after = checkpoints.read_run(first), checkpoints.read_run(second)
+    for network, weights in before["networks"].items():
+        for key, values in weights.items():
+            torch.testing.assert_close(after["networks"][network][key], values, rtol=0, atol=1e-6)
+    assert after["progress"]["steps"] < before["progress"]["steps"]
+    for changes, message in (
+        ({"env_id": "3m"}, r"is of stag_hunt_4x4 .*; this is 3m"),
+        ({"hidden_dim": 8}, r"the agents of a run of .* have other sizes or options"),
+        ({"init": tmp_path / "missing"}, r"there is no checkpoint\.pt"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            train(name, tmp_path / "rejected", **options | changes)
+
+
+COMMON_ERRORS = [
+    ({"model_learning_rate": 0.0}, "--model-learning-rate is above 0"),
+    ({"gamma": float("nan")}, "--gamma is from 0 to 1"),
+    ({"teammate_epsilon": 2.0}, "--teammate-epsilon is from 0 to 1"),
+    ({"checkpoint_interval": -1.0}, "--checkpoint-interval is from 0 up"),
+    ({"team": "1learner"}, "--team 1learner: team '1learner' has 1 seats, but 3m has 3"),
+    ({"env_id": "stag_hunt_4x4", "n_agents": 1}, "--n-agents 1: there is nobody to model"),
+]
+OMG_ERRORS = [
+    ({"selector": "best"}, "value, random, next or a number from 1 up, not best"),
+    ({"selector": "0"}, "number from 1 up"),
+    ({"mix": "kl-target", "q_subgoal": "selected"}, "--q-subgoal is for --mix q-input"),
+    ({"horizon": 0}, "--horizon is above 0"),
+    ({"latent_dim": -1}, "--latent-dim is above 0"),
+    ({"pretrain_timesteps": 0}, "--pretrain-timesteps is above 0"),
+    ({"mix_start": 1.5}, "--mix-start is from 0 to 1"),
+    ({"kl_weight": -1.0}, "--kl-weight is from 0 to 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        *((name, *error) for name in MODEL_SCRIPTS for error in COMMON_ERRORS),
+        *(("omg_iql", *error) for error in OMG_ERRORS),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(name, changes, says):
-    args = SCRIPTS[name].Args(**changes)
-    with pytest.raises(SystemExit, match=says):
-        SCRIPTS[name].check(args)
+def test_invalid_arguments_are_rejected(name, options, message):
+    args = SCRIPTS[name].Args(**options)
+    with pytest.raises(SystemExit, match=message):
+        SCRIPTS[name].check_args(args)
         SCRIPTS[name].make_team(args, SCRIPTS[name].make_env(args, 2, CPU, 0), 0)
 
 
-# ---- one text ----
-@ALL
-def test_every_option_and_logged_key_is_on_the_scripts_page(name, whole):
-    pages = [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in (name, "iql")]
-    told = {key for page in pages for key in re.findall(r"`((?:charts|losses|eval|omg?|pretrain)/[^`]+)`", page)}
-    keys = set(scalars(whole(name)))
-    assert keys & {"om/action_accuracy", "omg/hit_ratio"} and keys & {"om/loss", "omg/kl"}
-    for key in keys:
-        assert re.sub(r"\d+$", "0", key) in told or re.sub(r"\d+$", "1", key) in told or key in told, key
-    for field in SCRIPTS[name].Args.__dataclass_fields__:
-        assert any(f"`--{field.replace('_', '-')}`" in page for page in pages), field
-
-
-OF_ALL = {"Args.team", "Inference.__init__", "Inference.forward", "Learner.model_loss", "Rollout.__init__"}
-OF_ALL |= {"Rollout.act", "analyse", "check", "make_agents", "make_model", "make_team", "policy_of"}
-MEANT_TO_DIFFER = {
-    ("iql", "naive_om_iql"): {
-        "Agents.__init__", "Agents.forward", "Args.team", "Learner.__init__", "Learner.check_finite", "Learner.loss",
-        "Learner.report", "Learner.update", "Rollout.__init__", "Rollout.mine", "Rollout.play", "Rollout.steps",
-        "SharedGRU.forward", "check", "film", "load_policy", "make_agents", "make_team", "policy_of", "restore", "save",
-    },
-    ("naive_om_iql", "liam_iql"): OF_ALL | {"Rollout.play"},
-    ("naive_om_iql", "omg_iql"): OF_ALL | {
-        "Learner.__init__", "Learner.infer", "Learner.loss", "Learner.report", "Rollout.steps", "film", "load_policy",
-    },
-    ("omg_iql", "pretrain_cvae"): {
-        "Args.batch_size", "Args.pretrain_timesteps", "Args.pretrain_updates", "Args.subgoal_input", "Args.team",
-        "Rollout.__init__", "Rollout.play", "Rollout.steps", "check", "collect", "pretrain",
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("pair", MEANT_TO_DIFFER, ids=" ".join)
-def test_what_scripts_have_in_common_is_equal(pair):
-    one, other = map(blocks, pair)
-    different = {key for key in one.keys() & other.keys() if one[key] != other[key]}
-    assert different - {"start_from"} == MEANT_TO_DIFFER[pair]
-    assert len(one.keys() & other.keys()) > (40 if "pretrain_cvae" in pair else 70)
-
-
-def test_the_baselines_differ_in_little_but_the_model():
-    texts = [(ROOT / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in NAMES]
-    kept = sum(block.size for block in difflib.SequenceMatcher(None, *texts, autojunk=False).get_matching_blocks())
-    assert len(texts[0]) + len(texts[1]) - 2 * kept < 110
-
-
-# ---- it works ----
+# ---- what a model remembers is of use ----
 class TwoGoals:
     """Two players walk left or right, each to its goal. Who goes in step 3 where the other is heading earns 1.
 
-    Everyone sees the other's last move, but for step 3, where there is fog: it takes memory to know.
+    Everyone sees the other's last move except in step 3: it takes memory to know it there.
     """
 
     name, policies, simulated, team_reward, ego_first = "two_goals", ("left", "right"), True, False, False
@@ -507,9 +525,9 @@ class TwoGoals:
         self.num_envs, self.device, self.t = num_envs, CPU, 0
         self.obs, self.reward = torch.zeros(num_envs, 2, 9), torch.zeros(num_envs, 2)
         self.actions = torch.zeros(num_envs, 2, dtype=torch.long)
-        self.terminated, yes = torch.zeros(num_envs, dtype=torch.bool), torch.ones(num_envs, 2, dtype=torch.bool)
+        self.terminated, alive = torch.zeros(num_envs, dtype=torch.bool), torch.ones(num_envs, 2, dtype=torch.bool)
         no = torch.zeros_like(self.terminated)
-        self.info = {"avail": yes.unsqueeze(-1).expand(-1, -1, 2), "alive": yes, "won": no, "invalid": no}
+        self.info = {"avail": alive.unsqueeze(-1).expand(-1, -1, 2), "alive": alive, "won": no, "invalid": no}
 
     def look(self):
         self.obs.zero_()
@@ -534,58 +552,65 @@ class TwoGoals:
         return self.look(), self.reward, self.terminated, torch.zeros_like(self.terminated), self.info
 
 
-class Forgetful(torch.nn.Module):
-    """A recurrent layer for which every step is the first."""
+class WithoutMemory(torch.nn.Module):
+    """A recurrent layer whose hidden state is 0 at each step."""
 
-    def __init__(self, gru):
+    def __init__(self, rnn):
         super().__init__()
-        self.gru = gru
+        self.rnn = rnn
 
     def forward(self, x, h):
         steps = x.flatten(0, 1).unsqueeze(0)
-        y = self.gru(steps, torch.zeros_like(steps[0]))
-        return (y[0].view_as(x), h) if isinstance(y, tuple) else y.view_as(x)
+        return self.rnn(steps, torch.zeros_like(steps[0])).view_as(x)
 
-    def fork(self, x, h):
-        return self.gru.fork(x, torch.zeros_like(h))
+    def branch(self, x, h):
+        return self.rnn.branch(x, torch.zeros_like(h))
 
 
-def make_world(name, **changes):
+def two_goals(name, **options):
+    """(learner, runner, a runner whose other policies play the learner's seat too), without memory in the Q-network."""
     torch.manual_seed(1)
-    module, options = SCRIPTS[name], {"num_envs": 64, "buffer_size": 1024, "hidden_dim": 32, "td_lambda": 0.0}
-    args, env = module.Args(**options, **changes), TwoGoals(64)
-    module.check(args)
+    module = SCRIPTS[name]
+    if name != "iql":
+        options["model_learning_rate"] = 3e-3
+    args = module.Args(num_envs=64, buffer_size=1024, hidden_dim=32, td_lambda=0.0, learning_rate=3e-3, **options)
+    env = TwoGoals(64)
+    module.check_args(args)
     learner = module.Learner(args, env)
-    for agents in (learner.online["agents"], learner.target["agents"]):
-        agents.gru = Forgetful(agents.gru)
-    networks = [learner.online["agents"], *([learner.model["inference"]] if name != "iql" else [])]
-    kept = getattr(module, "SEEN", ("obs", "avail", "alive", "action"))
-    teams = [Team(env, None, seed=1, understudy=understudy) for understudy in (False, True)]
-    return learner, [module.Rollout(env, *networks, (*kept, "terminated"), team) for team in teams]
+    for agents in (learner.agents, learner.target_agents):
+        agents.rnn = WithoutMemory(agents.rnn)
+    runners = []
+    for stand_in in (False, True):
+        team = Team(env, seed=1, stand_in=stand_in)
+        networks = (learner.agents,) if name == "iql" else (learner, learner.agents)
+        player = module.Player(*networks, team.learner_seats)
+        runners.append(EpisodeRunner(env, team, player, dict.fromkeys((*module.FIELDS, "terminated"))))
+    return learner, *runners
 
 
-def test_a_world_without_places_is_analysed_as_far_as_it_goes():
-    learner, (rollout, _) = make_world("omg_iql")
-    rollout.play(0.0)
-    found = SCRIPTS["omg_iql"].analyse(learner.args, learner, rollout)
-    assert found.keys() == {"q_sensitivity", "teammate_probe", "next_action_probe"} and found["q_sensitivity"] > 0
-    assert found["teammate_probe"] > 0.8  # what the other has done is remembered even at random, and tells who it is
-    assert found["teammate_probe"] == found["next_action_probe"]
+def test_metrics_of_an_environment_without_places():
+    _, runner, _ = two_goals("omg_iql")
+    runner.play(0.0)
+    metrics = runner.player.analyse(runner.selection())
+    assert metrics.keys() == {"q_sensitivity", "teammate_probe", "next_action_probe"} and metrics["q_sensitivity"] > 0
+    assert metrics["teammate_probe"] > 0.8  # even random weights remember the other's actions, which tell who it is
+    assert metrics["teammate_probe"] == metrics["next_action_probe"]
 
 
-@pytest.mark.parametrize("name", ["iql", *NAMES, "omg_iql"])
+@pytest.mark.parametrize("name", ["iql", *MODEL_SCRIPTS])
 def test_a_q_network_without_memory_acts_on_what_the_model_remembers(name):
-    rounds, module = 40, SCRIPTS[name]
-    options = {"latent_dim": 8, "horizon": 3, "pretrain_timesteps": 6000, "pretrain_updates": 400}
-    learner, (rollout, of_others) = make_world(name, **(options if name == "omg_iql" else {}))
+    rounds, module = 20, SCRIPTS[name]
+    options = {"latent_dim": 8, "horizon": 3, "pretrain_timesteps": 6000, "pretrain_updates": 200}
+    learner, runner, stand_in_runner = two_goals(name, **(options if name == "omg_iql" else {}))
     if name == "omg_iql":
-        module.pretrain(learner.args, learner, of_others)
-    buffer = module.Buffer(rollout.story, 1024, CPU, 1)
+        pretrain(learner.args, learner.model, stand_in_runner, NO_LOG)
+    buffer = module.ReplayBuffer(learner.args, runner.episodes, CPU)
     for number in range(rounds):
         if name == "omg_iql":
-            learner.mix_chance.fill_(max(0.5 - number / rounds, 0))
-        _, lengths, _, valid = rollout.play(epsilon=max(1 - 2 * number / rounds, 0.05))
-        buffer.add(rollout.story, lengths, valid)
+            learner.set_mix_probability(max(0.5 - number / rounds, 0))
+        _, lengths, _, valid = runner.play(epsilon=max(1 - 2 * number / rounds, 0.05))
+        buffer.add(runner.episodes, lengths, valid)
         learner.learn(buffer, 8)
-    earned = module.evaluate(rollout, 256)[0].mean().item()
+    returns, *_ = runner.evaluate(256)
+    earned = returns.mean().item()
     assert 0.4 < earned < 0.6 if name == "iql" else earned > 0.95

@@ -1,0 +1,338 @@
+"""For the tests of opponent models: random episodes, losses by plain loops, and whether a change of a batch matters."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scripts import SCRIPTS, scramble
+
+from envs.episodes import EpisodeRunner
+
+CPU = torch.device("cpu")
+NO_LOG = SimpleNamespace(add_scalar=lambda *_: None)
+LENGTHS, SEATS = (5, 8, 3, 6), ((0, 2), (1, 2), (0, 1), (2, 0))
+DEATHS = ((0, 0, 3), (1, 2, 2), (2, 1, 1))  # match, agent, the first row in which it is dead
+
+
+# ---- learners, batches and runners ----
+def env_spec(**changes):
+    """What a learner reads of an environment."""
+    spec = {
+        "n_agents": 3, "n_actions": 4, "obs_dim": 5, "state_dim": 7, "episode_limit": 8, "team_reward": True,
+        "ego_first": False, "device": CPU,
+    }  # fmt: skip
+    return SimpleNamespace(**{**spec, **changes})
+
+
+def random_learner(name, env, seed=0, **options):
+    """A small learner with weights so large that outputs are far from equal."""
+    torch.manual_seed(seed)
+    small = {"hidden_dim": 6, "latent_dim": 4, "horizon": 3, "td_lambda": 0.6, "gamma": 0.9, "kl_weight": 0.01}
+    module = SCRIPTS[name]
+    small = {key: value for key, value in small.items() if key in module.Args.__dataclass_fields__}
+    args = module.Args(**{**small, **options})
+    module.check_args(args)
+    return scramble(module.Learner(args, env), 0.5)
+
+
+def random_batch(env, lengths=LENGTHS, seats=SEATS, deaths=DEATHS, latent_dim=4, seed=1):
+    """Random episodes to learn from; `seats` (matches, seats of the learner)."""
+    generator = torch.Generator().manual_seed(seed)
+    matches, rows, seats = len(lengths), max(lengths) + 2, torch.tensor(seats)
+
+    def normal(*shape):
+        return torch.randn((rows, matches, *shape), generator=generator)
+
+    learners = seats.shape[1]
+    batch = {
+        "all_obs": normal(env.n_agents, env.obs_dim), "state": normal(env.state_dim), "reward": normal(learners),
+        "avail": normal(learners, env.n_actions) > 0, "all_alive": torch.ones(rows, matches, env.n_agents).bool(),
+        "all_action": torch.randint(env.n_actions, (rows, matches, env.n_agents), generator=generator),
+        "terminated": torch.zeros(rows, matches, dtype=torch.bool), "mean": normal(learners, latent_dim),
+        "log_variance": normal(learners, latent_dim), "seat": seats.unsqueeze(0), "lengths": torch.tensor(lengths),
+    }  # fmt: skip
+    batch["avail"][..., 0] = True
+    for match, length in enumerate(lengths):
+        batch["terminated"][length - 1 :, match] = match % 2 == 0  # the others are truncated
+    for match, agent, row in deaths:
+        batch["all_alive"][row:, match, agent] = False
+    for name in ("action", "alive", "obs"):
+        batch[name] = torch.stack([batch[f"all_{name}"][:, m, seats[m]] for m in range(matches)], 1)
+    return batch
+
+
+def make_runner(name, env_id, team, num_envs=6, seed=1, **options):
+    """(a learner with twice the usual weights, a runner that plays its online network)"""
+    torch.manual_seed(seed)
+    module = SCRIPTS[name]
+    if name == "omg_iql":
+        options = {"latent_dim": 8, **options}
+    args = module.Args(env_id=env_id, team=team, num_envs=num_envs, hidden_dim=16, **options)
+    env = module.make_env(args, num_envs, CPU, seed)
+    learner = module.Learner(args, env)
+    with torch.no_grad():
+        for network in (learner.agents, learner.model):
+            for weights in network.parameters():
+                weights.mul_(2)
+    team = module.make_team(args, env, seed)
+    player = module.Player(learner, learner.agents, team.learner_seats)
+    fields = [*module.FIELDS, "terminated", *(("state", "mean", "log_variance") if name == "omg_iql" else ())]
+    return learner, EpisodeRunner(env, team, player, fields)
+
+
+# ---- networks, one step of one seat at a time ----
+def linear(layer, x):
+    return layer.weight.detach().double().numpy() @ x + layer.bias.detach().double().numpy()
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def log_softmax(x):
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def gru(layer, x, h):
+    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+    w, u, b, c = (getattr(layer, name).detach().double().numpy() for name in names)
+    (reset, update, new), (reset_h, update_h, new_h) = np.split(w @ x + b, 3), np.split(u @ h + c, 3)
+    update, new = sigmoid(update + update_h), np.tanh(new + sigmoid(reset + reset_h) * new_h)
+    return (1 - update) * new + update * h
+
+
+def one_hot(index, size):
+    return np.eye(size)[index] if index >= 0 else np.zeros(size)
+
+
+def q_step(agents, env, obs, last_action, seat, inferred, h):
+    x = np.concatenate((obs, one_hot(last_action, env.n_actions), one_hot(seat, env.n_agents), inferred))
+    h = gru(agents.rnn, relu(linear(agents.fc1, x)), h)
+    q = linear(agents.fc2, h)
+    return q if agents.value is None else linear(agents.value, h) + q - q.mean(), h
+
+
+def gaussian(code, x):
+    return linear(code.mean, x), np.clip(linear(code.log_variance, x), -10, 10)
+
+
+def leaky_layers(layers, x):
+    for layer in (layers[0], layers[2]):
+        x = linear(layer, x)
+        x = np.where(x > 0, x, 0.01 * x)
+    return x
+
+
+def encode(vae, x):
+    return gaussian(vae.code, leaky_layers(vae.encoder, x))
+
+
+def decode(vae, code):
+    return linear(vae.out, leaky_layers(vae.decoder, code))
+
+
+def kl(mean, log_variance, other_mean, other_log_variance):
+    ratio = np.exp(log_variance - other_log_variance)
+    return 0.5 * np.sum(ratio - 1 - np.log(ratio) + (mean - other_mean) ** 2 / np.exp(other_log_variance))
+
+
+def seat_order(env, seat):
+    """The learner's seat, then the others in the order of its observation."""
+    if env.ego_first:
+        return [(seat + a) % env.n_agents for a in range(env.n_agents)]
+    return [seat, *(a for a in range(env.n_agents) if a != seat)]
+
+
+def past_inputs(learner, data, m, place, t):
+    """What a model that knows everybody's actions reads of the step before t."""
+    env, order = learner.env, seat_order(learner.env, int(data["seat"][0, m, place]))
+    actions = [one_hot(data["all_action"][t - 1, m, a] if t else -1, env.n_actions) for a in order]
+    return np.concatenate((data["obs"][t - 1, m, place] if t else np.zeros(env.obs_dim), *actions))
+
+
+# ---- losses ----
+def plain_losses(name, learner, batch):
+    """Means by name: "td", "model" (the whole loss of the opponent model), and its terms.
+
+    Samples of a code are its mean, and OMG's subgoals are not mixed.
+    """
+    data, terms = as_numpy(batch), defaultdict(list)
+    model_terms = {"naive_om_iql": naive_terms, "liam_iql": liam_terms, "omg_iql": omg_terms}[name]
+    for m, length in enumerate(batch["lengths"].tolist()):
+        for place in range(batch["seat"].shape[2]):
+            inferred = model_terms(learner, data, m, place, length, terms)
+            terms["td"] += [error**2 for error in td_errors(learner, data, m, place, inferred)]
+    means = {key: np.mean(values) for key, values in terms.items()}
+    means["model"] = sum(means.get(key, 0.0) for key in ("cross_entropy", "obs_error", "recon"))
+    if "kl" in means:
+        means["model"] += learner.args.kl_weight * means["kl"]
+    return means
+
+
+def as_numpy(batch):
+    return {
+        name: values.double().numpy() if values.is_floating_point() else values.numpy()
+        for name, values in batch.items()
+    }
+
+
+def td_errors(learner, data, m, place, inferred):
+    """Of the steps of one match and seat."""
+    args, env, networks = learner.args, learner.env, (learner.agents, learner.target_agents)
+    same_subgoal = getattr(args, "bootstrap_subgoal", "next") == "same"
+    seat, length = int(data["seat"][0, m, place]), len(inferred) - 1
+    obs, avail, action, alive = (data[name][:, m, place] for name in ("obs", "avail", "action", "alive"))
+    hidden, unrolled = [np.zeros(args.hidden_dim)] * 2, []
+    for t in range(length + 1):
+        inputs = (obs[t], action[t - 1] if t else -1, seat, inferred[t])
+        values, hidden = zip(*(q_step(network, env, *inputs, h) for network, h in zip(networks, hidden)))
+        unrolled.append((values, hidden))
+    next_target, errors = 0.0, []
+    for t in reversed(range(length)):
+        q, target_q = unrolled[t + 1][0]
+        if same_subgoal:
+            inputs = (obs[t + 1], action[t], seat, inferred[t])
+            q, target_q = (q_step(network, env, *inputs, h)[0] for network, h in zip(networks, unrolled[t][1]))
+        next_value = target_q[np.argmax(np.where(avail[t + 1], q, -np.inf))]
+        if t == length - 1:
+            next_target = next_value
+        target = data["reward"][t, m, place]
+        if not data["terminated"][t, m] and (env.team_reward or alive[t + 1]):
+            target += args.gamma * ((1 - args.td_lambda) * next_value + args.td_lambda * next_target)
+        next_target = target
+        if env.team_reward or alive[t]:
+            errors.append(unrolled[t][0][0][action[t]] - target)
+    return errors
+
+
+def naive_terms(learner, data, m, place, length, terms):
+    env, model, h, inferred = learner.env, learner.model, np.zeros(96), []
+    for t in range(length + 1):
+        h = gru(model.rnn, past_inputs(learner, data, m, place, t), h)
+        x = np.concatenate((relu(linear(model.fc_obs, data["obs"][t, m, place])), h))
+        log_probs = log_softmax(linear(model.head, relu(linear(model.fc1, x))).reshape(-1, env.n_actions))
+        inferred.append(np.exp(log_probs).ravel())
+        if t < length:
+            prediction_terms(env, data, m, place, t, terms, log_probs)
+    return inferred
+
+
+def liam_terms(learner, data, m, place, length, terms):
+    env, model, h, inferred = learner.env, learner.model, np.zeros(96), []
+    for t in range(length + 1):
+        last_action = one_hot(data["action"][t - 1, m, place] if t else -1, env.n_actions)
+        h = gru(model.rnn, np.concatenate((data["obs"][t, m, place], last_action)), h)
+        inferred.append(linear(model.fc1, h))
+        x = relu(linear(model.decoder, inferred[-1]))
+        log_probs = log_softmax(linear(model.action_head, x).reshape(-1, env.n_actions))
+        if t < length:
+            predicted_obs = linear(model.obs_head, x).reshape(-1, env.obs_dim)
+            prediction_terms(env, data, m, place, t, terms, log_probs, predicted_obs)
+    return inferred
+
+
+def prediction_terms(env, data, m, place, t, terms, log_probs, predicted_obs=None):
+    """Adds what predictions of the others at step t cost: those of dead others, or of a dead learner, nothing."""
+    for number, other in enumerate(seat_order(env, int(data["seat"][0, m, place]))[1:]):
+        if data["alive"][t, m, place] and data["all_alive"][t, m, other]:
+            action = data["all_action"][t, m, other]
+            terms["cross_entropy"].append(-log_probs[number, action])
+            terms["correct"].append(np.argmax(log_probs[number]) == action)
+            if predicted_obs is not None:
+                terms["obs_error"].append(np.mean((predicted_obs[number] - data["all_obs"][t, m, other]) ** 2))
+
+
+def plain_inference(learner, data, m, place, length):
+    """OMG's inference at each step of a match: (mean, log-variance, reconstruction error)."""
+    model, h, inferred = learner.model, np.zeros(learner.model.hidden_dim), []
+    for t in range(length + 1):
+        obs = data["obs"][t, m, place]
+        h = gru(model.rnn, past_inputs(learner, data, m, place, t), h)
+        features = relu(linear(model.fc_obs, obs))
+        code = gaussian(model.code, relu(linear(model.fc1, np.concatenate((features, h)))))
+        x = relu(linear(model.decoder, np.concatenate((code[0], h))))
+        original = features if learner.args.reconstruct == "features" else obs
+        inferred.append((*code, np.mean((linear(model.out, x) - original) ** 2)))
+    return inferred
+
+
+def omg_terms(learner, data, m, place, length, terms):
+    args, env = learner.args, learner.env
+    seat = int(data["seat"][0, m, place])
+    obs, avail, action, alive = (data[name][:, m, place] for name in ("obs", "avail", "action", "alive"))
+    states = obs if args.subgoal_input == "obs" else data["state"][:, m]
+    last_row = sum(alive[: length + 1]) - 1
+    inferred = plain_inference(learner, data, m, place, length)
+    choose = max if args.subgoal_mode == "optimistic" else min
+    h, subgoals = np.zeros(args.hidden_dim), []
+    for t in range(length):
+        last_action = action[t - 1] if t else -1
+        candidates = []
+        for k in range(1, args.horizon + 1):
+            code = encode(learner.model.vae, states[min(t + k, last_row)])
+            q, _ = q_step(learner.agents, env, obs[t], last_action, seat, code[0], h)
+            candidates.append((np.mean(q[avail[t]]), code))
+        selected = choose(candidates, key=lambda candidate: candidate[0])[1]
+        mean, log_variance, error = inferred[t]
+        _, h = q_step(learner.agents, env, obs[t], last_action, seat, mean, h)
+        subgoals.append(selected[0] if args.q_subgoal == "selected" else mean)
+        if alive[t]:
+            target = selected
+            if args.mix == "kl-target":  # the probability of the selected one is 0
+                target = data["mean"][t, m, place], data["log_variance"][t, m, place]
+            terms["recon"].append(error)
+            terms["kl"].append(kl(mean, log_variance, *target))
+    return [*subgoals, inferred[length][0]]
+
+
+# ---- gradients, and what a change of a batch does to them ----
+def losses(learner, batch):
+    """(the TD loss, the opponent model's loss), always with the same random numbers; their sum is what is learned."""
+    torch.manual_seed(3)
+    total, logs = (learner.losses if hasattr(learner, "losses") else learner.loss)(batch)
+    td, model = logs["losses/td_loss"], logs["omg/loss" if "omg/loss" in logs else "om/loss"]
+    torch.testing.assert_close(total, td + model, rtol=0, atol=0)
+    return td, model
+
+
+def gradients(learner, batch, which):
+    """(loss, name -> gradient) of the TD loss (0) or the opponent model's (1)."""
+    for network in learner.networks().values():
+        network.zero_grad()
+    loss = losses(learner, batch)[which]
+    loss.backward()
+    found = {
+        f"{key}.{name}": weights.grad
+        for key, network in learner.networks().items()
+        for name, weights in network.named_parameters()
+    }
+    return loss.item(), {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def corrupt(batch, name, mask, garbage):
+    """A field with other values where the mask is set: garbage, the opposite of flags, other actions."""
+    values = batch[name]
+    mask = mask.view(*mask.shape, *(1 for _ in values.shape[mask.dim() :])).expand_as(values)
+    other = torch.full_like(values, garbage) if values.is_floating_point() else values
+    if values.dtype == torch.bool:
+        other = ~values
+    elif "action" in name:
+        other = (values + 1) % 4
+    return torch.where(mask, other, values)
+
+
+def assert_unchanged(learner, batch, corrupted, which=(0, 1)):
+    """Both batches have the same losses and gradients."""
+    for loss in which:
+        expected, expected_gradients = gradients(learner, batch, loss)
+        value, found = gradients(learner, corrupted, loss)
+        assert value == pytest.approx(expected, rel=1e-6)
+        assert found.keys() == expected_gradients.keys()
+        for name in found:
+            torch.testing.assert_close(found[name], expected_gradients[name], rtol=1e-5, atol=1e-7)

@@ -1,0 +1,101 @@
+"""Scripts are single files and share code by copies: these are equal, and neighbouring scripts differ in few lines."""
+
+import ast
+import difflib
+import functools
+
+import pytest
+from scripts import MODEL_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS
+
+# the only names that may have different contents in two scripts
+OF_TEAM_SCRIPTS = {"FIELDS", "check_args", "Learner.__init__", "Learner.networks", "Learner.mix", "Learner.loss"}
+OF_MODEL_SCRIPTS = {
+    "FIELDS", "check_args", "make_team", "analyse", "Args.team", "Args.latent_dim", "Agents.__init__",
+    "OpponentModel.__init__", "OpponentModel.forward", "Player.__init__", "Player.reset", "Player.act",
+    "Learner.__init__", "Learner.model_loss", "Learner.update",
+}  # fmt: skip
+OF_ALL_SCRIPTS = OF_TEAM_SCRIPTS | OF_MODEL_SCRIPTS | {"Agents.forward", "load_player"}
+LINES = {
+    "iql": 480, "vdn": 490, "qmix": 530, "naive_om_iql": 600, "liam_iql": 600, "omg_iql": 850, "pretrain_cvae": 210,
+    "evaluate": 420,
+}  # fmt: skip
+CHANGED_LINES = {
+    ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("iql", "naive_om_iql"): 250, ("naive_om_iql", "liam_iql"): 100,
+    ("naive_om_iql", "omg_iql"): 400,
+}  # fmt: skip
+
+
+def lines_of(name):
+    return (ROOT / f"{name}.py").read_text(encoding="utf-8").splitlines()
+
+
+@functools.cache
+def definitions(name):
+    """The source of every function, method, field and constant of a script, with comments, by name."""
+    lines, found = lines_of(name), {}
+
+    def add(nodes, prefix=""):
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                add(node.body, f"{node.name}.")
+                continue
+            if isinstance(node, ast.FunctionDef):
+                key = node.name
+            elif isinstance(node, (ast.AnnAssign, ast.Assign)):
+                key = ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
+            else:
+                continue
+            first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+            found[prefix + key] = "\n".join(lines[first - 1 : node.end_lineno])
+
+    add(ast.parse("\n".join(lines)).body)
+    return found
+
+
+def test_definitions_include_comments_decorators_and_fields():
+    found = definitions("iql")
+    assert found["Args.gamma"] == "    gamma: float = 0.99  # discount factor"
+    assert found["RecurrentWeights.forward"].startswith("    @staticmethod\n    def forward(ctx, ")
+    assert found["MAX_GRAPHS"].startswith("MAX_GRAPHS = 8  # ")
+
+
+@pytest.mark.parametrize(
+    ("names", "may_differ"),
+    [(TEAM_SCRIPTS, OF_TEAM_SCRIPTS), (MODEL_SCRIPTS, OF_MODEL_SCRIPTS), (SCRIPTS, OF_ALL_SCRIPTS)],
+    ids=["team scripts", "opponent models", "all"],
+)
+def test_what_several_scripts_define_is_equal(names, may_differ):
+    versions = {}
+    for name in names:
+        for key, source in definitions(name).items():
+            versions.setdefault(key, {}).setdefault(source, []).append(name)
+    in_all = {key for key, found in versions.items() if sum(map(len, found.values())) == len(names)}
+    assert len(in_all - may_differ) > 50
+    assert {"ReplayBuffer.sample", "lambda_returns", "epsilon_greedy", "Learner.learn", "make_env"} <= in_all
+    different = {key: list(found.values()) for key, found in versions.items() if len(found) > 1}
+    assert {key: groups for key, groups in different.items() if key not in may_differ} == {}
+    assert may_differ <= different.keys()  # no exception that is not needed
+
+
+def test_options_of_the_pretraining_are_those_of_omg():
+    """Its file can only be used with the same sizes; other defaults have other reasons."""
+    one, other = definitions("omg_iql"), definitions("pretrain_cvae")
+    shared = {key for key in one.keys() & other.keys() if key.startswith("Args.")}
+    assert {"Args.latent_dim", "Args.inference", "Args.reconstruct", "Args.kl_weight"} <= shared
+    different = {key for key in shared if one[key] != other[key]}
+    assert different <= {
+        "Args.team", "Args.num_envs", "Args.batch_size", "Args.pretrain_timesteps", "Args.pretrain_updates",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("pair", "limit"), CHANGED_LINES.items(), ids=str)
+def test_neighbouring_scripts_differ_in_few_lines(pair, limit):
+    one, other = map(lines_of, pair)
+    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
+    equal = sum(block.size for block in matcher.get_matching_blocks())
+    assert len(one) + len(other) - 2 * equal <= limit  # lines removed and added
+
+
+@pytest.mark.parametrize(("name", "limit"), LINES.items(), ids=str)
+def test_scripts_are_short(name, limit):
+    assert len(lines_of(name)) <= limit

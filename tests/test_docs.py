@@ -1,0 +1,164 @@
+"""The pages in docs/ and the help texts against the code: options, commands, logged keys and links."""
+
+import ast
+import functools
+import importlib.util
+import re
+import sys
+
+import pytest
+import tyro
+from scripts import ROOT, SCRIPTS, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "results").glob("*.md"))]
+SCRIPT_FILES = [f"{name}.py" for name in (*SCRIPTS, "pretrain_cvae", "evaluate", "sweep", "paper")]
+PROGRAMS = [*SCRIPT_FILES, "envs/play.py", *(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py"))]
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+KEY = re.compile(r"`((?:charts|losses|eval|omg?|pretrain)/\w+(?:/\w+)?)`")
+OF_OTHER_PROGRAMS = re.compile(r"\b(?:tensorboard|ray start) [^#`\n]*")
+EXAMPLES = {"--help", "--my-option"}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---- options ----
+@functools.cache
+def fields_of(program):
+    """name -> (its type, its text: a comment, or a string below) of every field of a program's Args."""
+    text = (ROOT / program).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    (body,) = (node.body for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    found = {}
+    for node, following in zip(body, [*body[1:], None]):
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        above, line = lines[node.lineno - 2].strip(), lines[node.end_lineno - 1]
+        help_text = line[node.end_col_offset :].strip() or (above if above.startswith("#") else "")
+        if isinstance(following, ast.Expr):
+            help_text = following.value.value
+        found[node.target.id] = ast.unparse(node.annotation), " ".join(help_text.removeprefix("#").split())
+    return found
+
+
+@functools.cache
+def options_of(program):
+    options = set()
+    for name, (kind, _) in fields_of(program).items():
+        option = name.replace("_", "-")
+        options |= {f"--{option}", f"--no-{option}"} if kind == "bool" else {f"--{option}"}
+    return options
+
+
+def test_options_are_found():
+    assert {"--cuda", "--no-cuda", "--env-id"} <= options_of("iql.py") and "--no-env-id" not in options_of("iql.py")
+    assert fields_of("iql.py")["gamma"] == ("float", "discount factor")
+
+
+def args_class(program, monkeypatch):
+    if "/" not in program:
+        return importlib.import_module(program.removesuffix(".py")).Args
+    spec = importlib.util.spec_from_file_location(program.replace("/", "_").removesuffix(".py"), ROOT / program)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where tyro looks for its source
+    spec.loader.exec_module(module)
+    return module.Args
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_option_has_a_help_text(program, capsys, monkeypatch):
+    with pytest.raises(SystemExit) as ended:
+        tyro.cli(args_class(program, monkeypatch), args=["--help"])
+    assert not ended.value.code
+    shown = re.sub(r"[│╭╮╰╯─\s]", "", capsys.readouterr().out)  # without its frame and line breaks
+    for name, (_, help_text) in fields_of(program).items():
+        assert help_text, f"--{name} has no help text"
+        assert "".join(help_text.split()) in shown, f"--help does not show the text of --{name}"
+
+
+# ---- commands and options in the text ----
+def commands(text):
+    """(program, options) of every command with python; options behind ` -- ` are those of another program."""
+    for line in text.replace("\\\n", " ").splitlines():
+        for found in re.finditer(r"python (?:-m (envs\.play)|([\w/]+\.py))([^#`|;&]*)", line):
+            program = "envs/play.py" if found[1] else found[2]
+            yield program, re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", found[3].partition(" -- ")[0])
+
+
+def test_commands_are_found():
+    text = "`python iql.py --cuda` and\npython sweep.py --seeds 5 \\\n  --vary tau 1 -- --gamma 1  # --not-this\n"
+    assert list(commands(text)) == [("iql.py", ["--cuda"]), ("sweep.py", ["--seeds", "--vary"])]
+    assert list(commands("python -m envs.play 3m --out a.gif")) == [("envs/play.py", ["--out"])]
+
+
+@EVERY_PAGE
+def test_commands_have_options_that_exist(page):
+    for program, options in commands(page.read_text(encoding="utf-8")):
+        if program == "mine.py":  # an example
+            continue
+        assert (ROOT / program).is_file(), program
+        if program in PROGRAMS:
+            assert set(options) - EXAMPLES <= options_of(program), f"{program}: {set(options) - options_of(program)}"
+
+
+@EVERY_PAGE
+def test_options_in_the_text_exist(page):
+    text = OF_OTHER_PROGRAMS.sub("", page.read_text(encoding="utf-8"))
+    known = EXAMPLES.union(*map(options_of, PROGRAMS))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text)) <= known
+
+
+# ---- logged keys ----
+@pytest.fixture(scope="module")
+def logged_keys(complete_run, tmp_path_factory):
+    """logged_keys(script): what a short run logs where agents have rewards of their own; numbers at the end are N."""
+
+    @functools.cache
+    def get(name):
+        if name == "omg_iql":  # pre-training logs something every 100 updates
+            folder = tmp_path_factory.mktemp("omg")
+            names = train(name, folder, env_id="stag_hunt_4x4", pretrain_updates=100)
+        else:
+            names = complete_run(name, "stag_hunt_4x4")
+        tags = EventAccumulator(str(names["run"].folder)).Reload().Tags()
+        return {numbered(key) for key in (*tags["scalars"], *tags["histograms"])}
+
+    return get
+
+
+def numbered(key):
+    return re.sub(r"\d+$", "N", key)
+
+
+def keys_on(page):
+    return {numbered(key) for key in KEY.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_logged_key_is_documented(name, logged_keys):
+    keys = logged_keys(name)
+    assert {"charts/episodic_return_N", "losses/td_loss", "eval/win_rate"} <= keys
+    assert (name == "omg_iql") == ({"omg/kl_per_dim", "omg/selected_k/N", "pretrain/kl"} <= keys)
+    assert keys - keys_on(name) - keys_on("iql") == set()
+
+
+@pytest.mark.parametrize("page", [*SCRIPTS, "pretrain_cvae", "scripts"])
+def test_every_documented_key_is_logged(page, logged_keys):
+    assert keys_on(page) - set().union(*map(logged_keys, SCRIPTS)) == set()
+
+
+# ---- links ----
+def anchors(path):
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@EVERY_PAGE
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"\w+:", target):  # on the web
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
