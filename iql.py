@@ -6,6 +6,7 @@ lambda-returns and a slowly moving target network (Tampuu et al. 2017, after PyM
     python iql.py --env-id 3m --cuda                docs/iql.md has the logged keys, the deviations and the results
 """
 
+import copy
 import sys
 import time
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def check_args(args):
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
         "batch_size train_frequency hidden_dim learning_rate max_grad_norm",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
-        non_negative="checkpoint_interval log_interval",
+        non_negative="seed checkpoint_interval log_interval",
     )
     if args.team != "self" and not args.share_parameters:
         raise SystemExit("--no-share-parameters is for --team self: a learner whose seat changes has one network")
@@ -111,17 +112,17 @@ def check_args(args):
         raise SystemExit(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
 
 
-def make_env(args, num_envs, device, seed):
+def make_env(args, num_envs, device, purpose):
     try:
-        return envs.make(args.env_id, num_envs=num_envs, device=device, seed=seed, n_agents=args.n_agents, check=False)
+        return envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
     except ValueError as error:
         raise SystemExit(f"--env-id {args.env_id}: {error}") from None
 
 
-def make_team(args, env, seed):
+def make_team(args, env, purpose):
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
-        return Team(env, args.team, ("learner",), *others, seed)
+        return Team(env, args.team, ("learner",), *others, runs.seed_for(args.seed, purpose))
     except ValueError as error:
         raise SystemExit(f"--team {args.team}: {error}") from None
 
@@ -301,7 +302,7 @@ class ReplayBuffer:
         self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
         self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
         self.cursor = 0
-        self.generator = torch.Generator().manual_seed(args.seed)
+        self.generator = torch.Generator().manual_seed(runs.seed_for(args.seed, "buffer"))
         self.save_episodes = args.save_buffer
         self.max_length = len(episodes["reward"]) - 1
         self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
@@ -373,8 +374,7 @@ class Learner:
         self.env = env
         self.updates = 0
         self.agents = Agents(args, env)
-        self.target_agents = Agents(args, env)
-        self.target_agents.load_state_dict(self.agents.state_dict())
+        self.target_agents = copy.deepcopy(self.agents)
         self.parameters = list(self.agents.parameters())
         self.target_parameters = list(self.target_agents.parameters())
         # fused, so that an update that is not finite can be skipped without waiting for the device
@@ -444,10 +444,10 @@ if __name__ == "__main__":
     args = runs.parse_args(Args, __file__)
     check_args(args)
     device = runs.set_up_torch(args)
-    env = make_env(args, args.num_envs, device, args.seed)
-    eval_env = make_env(args, args.eval_episodes, device, args.seed + 1) if env.simulated else env
-    team = make_team(args, env, args.seed)
-    eval_team = make_team(args, eval_env, args.seed + 1)
+    env = make_env(args, args.num_envs, device, "training")
+    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
+    team = make_team(args, env, "training")
+    eval_team = make_team(args, eval_env, "evaluation")
     learner = Learner(args, env)
     runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats), FIELDS)
     eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.target_agents, eval_team.learner_seats))
@@ -476,5 +476,5 @@ if __name__ == "__main__":
                 run.save()
         run.finish(*eval_runner.evaluate(args.final_eval_episodes))
     if args.capture_video:
-        video_env = make_env(args, 1, device, args.seed + 2)
+        video_env = make_env(args, 1, device, "video")
         play.record(load_runner(run.folder, video_env), run.folder / "match.gif")

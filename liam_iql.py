@@ -7,6 +7,7 @@ others have fixed policies, drawn anew for every match (Papoudakis, Christianos,
     python liam_iql.py --env-id 3m --n-agents 8 --cuda           docs/liam_iql.md has the logged keys and the results
 """
 
+import copy
 import sys
 import time
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def check_args(args):
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
         "batch_size train_frequency hidden_dim latent_dim learning_rate model_learning_rate max_grad_norm",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
-        non_negative="checkpoint_interval log_interval",
+        non_negative="seed checkpoint_interval log_interval",
     )
     runs.resolve_device(args)
     real_game = args.env_id.startswith("sc2/")
@@ -113,19 +114,19 @@ def check_args(args):
         raise SystemExit(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
 
 
-def make_env(args, num_envs, device, seed):
+def make_env(args, num_envs, device, purpose):
     try:
-        return envs.make(args.env_id, num_envs=num_envs, device=device, seed=seed, n_agents=args.n_agents, check=False)
+        return envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
     except ValueError as error:
         raise SystemExit(f"--env-id {args.env_id}: {error}") from None
 
 
-def make_team(args, env, seed):
+def make_team(args, env, purpose):
     if env.n_agents == 1:
         raise SystemExit("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
-        return Team(env, args.team, ("liam", "learner"), *others, seed)
+        return Team(env, args.team, ("liam", "learner"), *others, runs.seed_for(args.seed, purpose))
     except ValueError as error:
         raise SystemExit(f"--team {args.team}: {error}") from None
 
@@ -329,7 +330,7 @@ class ReplayBuffer:
         self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
         self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
         self.cursor = 0
-        self.generator = torch.Generator().manual_seed(args.seed)
+        self.generator = torch.Generator().manual_seed(runs.seed_for(args.seed, "buffer"))
         self.save_episodes = args.save_buffer
         self.max_length = len(episodes["reward"]) - 1
         self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
@@ -401,8 +402,7 @@ class Learner:
         self.env = env
         self.updates = 0
         self.agents = Agents(args, env)
-        self.target_agents = Agents(args, env)
-        self.target_agents.load_state_dict(self.agents.state_dict())
+        self.target_agents = copy.deepcopy(self.agents)
         self.model = OpponentModel(args, env)
         self.parameters = list(self.agents.parameters())
         self.target_parameters = list(self.target_agents.parameters())
@@ -520,10 +520,10 @@ if __name__ == "__main__":
     args = runs.parse_args(Args, __file__)
     check_args(args)
     device = runs.set_up_torch(args)
-    env = make_env(args, args.num_envs, device, args.seed)
-    eval_env = make_env(args, args.eval_episodes, device, args.seed + 1) if env.simulated else env
-    team = make_team(args, env, args.seed)
-    eval_team = make_team(args, eval_env, args.seed + 1)
+    env = make_env(args, args.num_envs, device, "training")
+    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
+    team = make_team(args, env, "training")
+    eval_team = make_team(args, eval_env, "evaluation")
     learner = Learner(args, env)
     player = Player(learner, learner.agents, team.learner_seats)
     eval_player = Player(learner, learner.target_agents, eval_team.learner_seats)
@@ -556,5 +556,5 @@ if __name__ == "__main__":
         results = eval_runner.evaluate(args.final_eval_episodes)
         run.finish(*results, om=analyse(learner, eval_runner.selection()))
     if args.capture_video:
-        video_env = make_env(args, 1, device, args.seed + 2)
+        video_env = make_env(args, 1, device, "video")
         play.record(load_runner(run.folder, video_env), run.folder / "match.gif")

@@ -7,6 +7,7 @@ or least (conservative). The others have fixed policies, drawn anew for every ma
     python omg_iql.py --env-id 3m --n-agents 8 --cuda            docs/omg_iql.md has the logged keys and the results
 """
 
+import copy
 import sys
 import time
 from dataclasses import dataclass
@@ -91,11 +92,11 @@ import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import envs  # noqa: E402
+import pretrain_cvae  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, SideStream, load_runner, round_up  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, load_runner, round_up  # noqa: E402
 from envs.metrics import hit_ratio, linear_probe, q_sensitivity  # noqa: E402
 from envs.team import Team  # noqa: E402
-from pretrain_cvae import load_vae, pretrain  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # for learning and `analyse`
@@ -110,7 +111,7 @@ def check_args(args):
         "pretrain_updates latent_dim horizon",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction kl_weight mix_start "
         "mix_fraction",
-        non_negative="checkpoint_interval log_interval",
+        non_negative="seed checkpoint_interval log_interval",
     )
     if args.selector not in ("value", "random", "next") and not (args.selector.isdigit() and int(args.selector) > 0):
         raise SystemExit(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
@@ -136,19 +137,19 @@ def check_args(args):
         raise SystemExit(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
 
 
-def make_env(args, num_envs, device, seed):
+def make_env(args, num_envs, device, purpose):
     try:
-        return envs.make(args.env_id, num_envs=num_envs, device=device, seed=seed, n_agents=args.n_agents, check=False)
+        return envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
     except ValueError as error:
         raise SystemExit(f"--env-id {args.env_id}: {error}") from None
 
 
-def make_team(args, env, seed, stand_in=False):
+def make_team(args, env, purpose, stand_in=False):
     if env.n_agents == 1:
         raise SystemExit("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
-        return Team(env, args.team, ("omg", "iql_omg", "learner"), *others, seed, stand_in)
+        return Team(env, args.team, ("omg", "iql_omg", "learner"), *others, runs.seed_for(args.seed, purpose), stand_in)
     except ValueError as error:
         raise SystemExit(f"--team {args.team}: {error}") from None
 
@@ -312,6 +313,9 @@ class StateVAE(nn.Module):
 
     def decode(self, code):
         return self.out(self.decoder(code))
+
+    def reconstruct(self, state):
+        return self.decode(self.encode(state)[0])
 
     def errors(self, state):
         """(squared error of the reconstruction, KL divergence from N(0, I)), of each dimension"""
@@ -477,7 +481,7 @@ class ReplayBuffer:
         self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
         self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
         self.cursor = 0
-        self.generator = torch.Generator().manual_seed(args.seed)
+        self.generator = torch.Generator().manual_seed(runs.seed_for(args.seed, "buffer"))
         self.save_episodes = args.save_buffer
         self.max_length = len(episodes["reward"]) - 1
         self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
@@ -549,8 +553,7 @@ class Learner:
         self.env = env
         self.updates = 0
         self.agents = Agents(args, env)
-        self.target_agents = Agents(args, env)
-        self.target_agents.load_state_dict(self.agents.state_dict())
+        self.target_agents = copy.deepcopy(self.agents)
         self.model = OpponentModel(args, env)
         self.parameters = list(self.agents.parameters())
         self.target_parameters = list(self.target_agents.parameters())
@@ -765,10 +768,10 @@ if __name__ == "__main__":
     args = runs.parse_args(Args, __file__)
     check_args(args)
     device = runs.set_up_torch(args)
-    env = make_env(args, args.num_envs, device, args.seed)
-    eval_env = make_env(args, args.eval_episodes, device, args.seed + 1) if env.simulated else env
-    team = make_team(args, env, args.seed)
-    eval_team = make_team(args, eval_env, args.seed + 1)
+    env = make_env(args, args.num_envs, device, "training")
+    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
+    team = make_team(args, env, "training")
+    eval_team = make_team(args, eval_env, "evaluation")
     learner = Learner(args, env)
     fields = [*FIELDS, "terminated"]
     fields += ["state"] * (args.subgoal_input == "state") + ["mean", "log_variance"] * (args.mix == "kl-target")
@@ -778,13 +781,15 @@ if __name__ == "__main__":
     eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS)
     buffer = ReplayBuffer(args, runner.episodes, device)
     if args.vae and not args.resume:
-        load_vae(args, env, learner.model)
+        pretrain_cvae.load_vae(args, env, learner.model)
     state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
 
     with runs.Run(args, __file__, STARTED, env, learner, state) as run:
         if not (args.resume or args.init or args.vae):
-            stand_ins = make_team(args, env, args.seed + 3, stand_in=True)
-            pretrain(args, learner.model, EpisodeRunner(env, stand_ins, player, fields), run.writer)
+            stand_ins = make_team(args, env, "pre-training", stand_in=True)
+            pretrain_fields = pretrain_cvae.FIELDS[args.subgoal_input]
+            pretrain_runner = EpisodeRunner(env, stand_ins, RandomPlayer(), pretrain_fields)
+            pretrain_cvae.pretrain(args, learner.model, pretrain_runner, run.writer)
         while run.in_progress():
             # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
             progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)
@@ -810,5 +815,5 @@ if __name__ == "__main__":
         results = eval_runner.evaluate(args.final_eval_episodes)
         run.finish(*results, omg=analyse(learner, eval_runner.selection()))
     if args.capture_video:
-        video_env = make_env(args, 1, device, args.seed + 2)
+        video_env = make_env(args, 1, device, "video")
         play.record(load_runner(run.folder, video_env), run.folder / "match.gif")

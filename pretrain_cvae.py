@@ -57,9 +57,11 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from envs import checkpoints, runs  # noqa: E402
-from envs.episodes import EpisodeRunner  # noqa: E402
+from envs import checkpoints, play, runs  # noqa: E402
+from envs.episodes import EpisodeRunner, RandomPlayer  # noqa: E402
 from envs.metrics import masked_mean  # noqa: E402
+
+FIELDS = {"obs": ("obs", "alive", "all_action"), "state": ("obs", "alive", "all_action", "state")}  # by --subgoal-input
 
 
 def pretrain(args, model, runner, writer, warm_up=True):
@@ -76,8 +78,7 @@ def pretrain(args, model, runner, writer, warm_up=True):
         train_cvae(args, model, rounds)
     with torch.no_grad():
         _, recon, kl = vae_loss(args, model.vae, test_states)
-        matches = torch.arange(min(held_out["obs"].shape[1], 64), device=states.device)
-        inference = cvae_loss(args, model, held_out, matches)
+        inference = cvae_loss(args, model, held_out, slice(64))
     errors = {"recon": recon.item(), "kl": kl.item(), "inference": inference.item(), "states": len(states)}
     line = "... held-out error {recon:.4f}, divergence {kl:.2f}, inference {inference:.4f}, {states:,} states"
     print(line.format(**errors))
@@ -88,7 +89,7 @@ def collect(args, runner):
     """At least two rounds of episodes; `mask` (rows, matches, seats) is set where the learner's seat is alive."""
     rounds, steps = [], 0
     while steps < args.pretrain_timesteps or len(rounds) < 2:
-        _, lengths, _, valid = runner.play(epsilon=1.0)
+        _, lengths, _, valid = runner.play()
         steps += int(lengths.sum())
         rows = torch.arange(int(lengths.max()) + 1, device=lengths.device).view(-1, 1, 1)
         episodes = {name: values[: len(rows), valid].clone() for name, values in runner.episodes.items()}
@@ -110,8 +111,7 @@ def train_vae(args, vae, states, test_states, writer):
     optimizer = torch.optim.Adam(vae.requires_grad_(True).parameters(), args.model_learning_rate)
     best, patience = float("inf"), 0
     for update in tqdm(range(1, args.pretrain_updates + 1), disable=not sys.stderr.isatty(), desc="VAE"):
-        batch = states[torch.randint(len(states), (1024,), device=states.device)]
-        loss, _, _ = vae_loss(args, vae, batch)
+        loss, _, _ = vae_loss(args, vae, states[torch.randint(len(states), (1024,), device=states.device)])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -167,39 +167,29 @@ def load_vae(args, env, model):
     model.load_state_dict(saved["networks"]["model"])
 
 
-class NoPlayer:
-    """Plays nothing: the others play all seats."""
-
-    def reset(self, mask):
-        pass
-
-    def act(self, inputs, epsilon):
-        return torch.zeros_like(inputs.last_action)
-
-
 if __name__ == "__main__":
     args = tyro.cli(Args)
     positive = "num_envs pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
-    runs.check_ranges(args, positive, fractions="kl_weight teammate_epsilon")
+    runs.check_ranges(args, positive, "seed", "kl_weight teammate_epsilon")
     runs.resolve_device(args)
-    real_game = args.env_id.startswith("sc2/")
-    runs.fill_in(args, {"num_envs": 8 if real_game else 1024 if args.cuda else 512})
-    runs.fill_in(args, {"pretrain_timesteps": 2_000_000 if args.cuda else 100_000})
+    num_envs = 8 if args.env_id.startswith("sc2/") else 1024 if args.cuda else 512
+    runs.fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": 2_000_000 if args.cuda else 100_000})
     folder = runs.folder_of(args, STARTED)
     device = runs.set_up_torch(args)
-    try:
-        script = checkpoints.load_script(args.script, f"--script {args.script}:")
-    except ValueError as error:
-        raise SystemExit(error) from None
-    env = script.make_env(args, args.num_envs, device, args.seed)
-    team = script.make_team(args, env, args.seed, stand_in=True)
+    script = runs.load_script(args)
+    env = script.make_env(args, args.num_envs, device, "pre-training")
+    team = script.make_team(args, env, "pre-training", stand_in=True)
     if (team.policy_id < 0).any():
         raise SystemExit(f"--team {args.team} has no others to watch; omg_iql.py pre-trains by itself")
     model = script.OpponentModel(args, env)
-    fields = ["obs", "alive", "all_action"] + ["state"] * (args.subgoal_input == "state")
     writer = runs.open_log(args, folder)
-    print(f"{folder}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device}")
-    errors = pretrain(args, model, EpisodeRunner(env, team, NoPlayer(), fields), writer, args.warm_up)
+    runner = EpisodeRunner(env, team, RandomPlayer(), FIELDS[args.subgoal_input])
+    errors = pretrain(args, model, runner, writer, args.warm_up)
+    if args.subgoal_input == "obs" and env.simulated:
+        single = script.make_env(args, 1, device, "picture")
+        team = script.make_team(args, single, "picture", stand_in=True)
+        image = play.reconstruction(EpisodeRunner(single, team, RandomPlayer()), model.vae.reconstruct)
+        writer.add_image("pretrain/rebuilt", image, dataformats="HWC")
     writer.close()
     content = {"algorithm": args.script, "env_id": args.env_id, "args": asdict(args), "errors": errors}
     content |= {"requirements": requirements(args, env), "networks": {"model": model.state_dict()}}

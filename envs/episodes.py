@@ -245,6 +245,17 @@ class ScriptedPlayer:
         return self.env.scripted_actions(self.policy).gather(1, inputs.seat)
 
 
+class RandomPlayer:
+    """Takes any available action."""
+
+    def reset(self, mask):
+        pass
+
+    def act(self, inputs, epsilon):
+        noise = torch.rand(inputs.avail.shape, device=inputs.avail.device)
+        return noise.masked_fill(~inputs.avail, -1.0).argmax(-1)
+
+
 class SeatSelection:
     """Some seats of a player that plays all seats of a match, because it has a network for each of them."""
 
@@ -285,7 +296,7 @@ def load_runner(run, env, team=None):
     """Plays the greedy policy of a run of any script among `team` (default: the run's own)."""
     if team is None:
         script, args = checkpoints.script_of(run)
-        team = script.make_team(args, env, args.seed + 2)
+        team = script.make_team(args, env, "video")
     player = load_player(run, env, team.learner_seats)
     return EpisodeRunner(env, team, player, getattr(player, "fields", ()))
 

@@ -66,6 +66,14 @@ def parse_args(args_class, script):
     return args_class(**{**previous, **{name: given[name] for name in CHANGEABLE}})
 
 
+def load_script(args):
+    """The script of --script."""
+    try:
+        return checkpoints.load_script(args.script, f"--script {args.script}:")
+    except ValueError as error:
+        raise SystemExit(error) from None
+
+
 def check_ranges(args, positive="", non_negative="", fractions=""):
     """Rejects numbers out of range; each parameter lists names of arguments. None is accepted."""
     ranges = (
@@ -95,6 +103,12 @@ def fill_in(args, defaults):
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+
+
+def seed_for(seed, purpose):
+    """A seed for one purpose. Other seeds and other purposes have unrelated random numbers."""
+    words = np.random.SeedSequence([seed, *purpose.encode()]).generate_state(2)
+    return int(words[0]) << 31 | int(words[1]) >> 1
 
 
 def set_up_torch(args):

@@ -70,13 +70,13 @@ def make_runner(name, env_id, team, num_envs=6, seed=1, **options):
     if name == "omg_iql":
         options = {"latent_dim": 8, **options}
     args = module.Args(env_id=env_id, team=team, num_envs=num_envs, hidden_dim=16, **options)
-    env = module.make_env(args, num_envs, CPU, seed)
+    env = module.make_env(args, num_envs, CPU, str(seed))
     learner = module.Learner(args, env)
     with torch.no_grad():
         for network in (learner.agents, learner.model):
             for weights in network.parameters():
                 weights.mul_(2)
-    team = module.make_team(args, env, seed)
+    team = module.make_team(args, env, str(seed))
     player = module.Player(learner, learner.agents, team.learner_seats)
     fields = [*module.FIELDS, "terminated", *(("state", "mean", "log_variance") if name == "omg_iql" else ())]
     return learner, EpisodeRunner(env, team, player, fields)

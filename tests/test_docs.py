@@ -114,13 +114,14 @@ def logged_keys(complete_run, tmp_path_factory):
 
     @functools.cache
     def get(name):
-        if name == "omg_iql":  # pre-training logs something every 100 updates
-            folder = tmp_path_factory.mktemp("omg")
+        if name in ("omg_iql", "pretrain_cvae"):  # pre-training logs something every 100 updates
+            folder = tmp_path_factory.mktemp(name)
             names = train(name, folder, env_id="stag_hunt_4x4", pretrain_updates=100)
         else:
             names = complete_run(name, "stag_hunt_4x4")
-        tags = EventAccumulator(str(names["run"].folder)).Reload().Tags()
-        return {numbered(key) for key in (*tags["scalars"], *tags["histograms"])}
+        folder = names["folder"] if name == "pretrain_cvae" else names["run"].folder
+        tags = EventAccumulator(str(folder)).Reload().Tags()
+        return {numbered(key) for kind in ("scalars", "histograms", "images") for key in tags[kind]}
 
     return get
 
@@ -143,7 +144,7 @@ def test_every_logged_key_is_documented(name, logged_keys):
 
 @pytest.mark.parametrize("page", [*SCRIPTS, "pretrain_cvae", "scripts"])
 def test_every_documented_key_is_logged(page, logged_keys):
-    assert keys_on(page) - set().union(*map(logged_keys, SCRIPTS)) == set()
+    assert keys_on(page) - set().union(*map(logged_keys, (*SCRIPTS, "pretrain_cvae"))) == set()
 
 
 # ---- links ----

@@ -69,7 +69,7 @@ class RecordedRunner:
         self.episodes = {name: values for name, values in batch.items() if name != "lengths"}
         self.lengths = batch["lengths"]
 
-    def play(self, epsilon):
+    def play(self, epsilon=0.0):
         return None, self.lengths, None, torch.ones(len(self.lengths), dtype=torch.bool)
 
 
@@ -126,7 +126,7 @@ def test_pretraining_trains_both_networks_and_freezes_the_vae(warm_up):
 
 def test_pretraining_is_measured_on_episodes_that_it_does_not_learn_from(monkeypatch):
     class Rounds(RecordedRunner):
-        def play(self, epsilon):
+        def play(self, epsilon=0.0):
             self.episodes["obs"] += 1000
             return super().play(epsilon)
 

@@ -25,7 +25,7 @@ from reference import (
 from scripts import MODEL_SCRIPTS, SCRIPTS, stopped, train, write_run
 
 import envs
-from envs import checkpoints, play
+from envs import checkpoints, play, runs
 from envs.episodes import EpisodeRunner, load_runner
 from envs.team import Team
 from pretrain_cvae import pretrain
@@ -234,7 +234,7 @@ def test_the_loss_unrolls_what_was_played(name, env_id, team):
     learner.learn(buffer, 1)
     hook.remove()
     q = next(outputs for outputs in unrolled if len(outputs) > 1)  # OMG's bootstrap makes single steps
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(learner.args.seed))
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(runs.seed_for(learner.args.seed, "buffer")))
     for place, match in enumerate(order.tolist()):
         length = int(lengths[match])
         expected = torch.stack([step[match] for step in acted[:length]])
@@ -508,7 +508,7 @@ def test_invalid_arguments_are_rejected(name, options, message):
     args = SCRIPTS[name].Args(**options)
     with pytest.raises(SystemExit, match=message):
         SCRIPTS[name].check_args(args)
-        SCRIPTS[name].make_team(args, SCRIPTS[name].make_env(args, 2, CPU, 0), 0)
+        SCRIPTS[name].make_team(args, SCRIPTS[name].make_env(args, 2, CPU, "test"), "test")
 
 
 # ---- what a model remembers is of use ----

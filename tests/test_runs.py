@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib.util
+import itertools
 import json
 import os
 import pickle
@@ -605,7 +606,7 @@ def test_every_number_has_a_range(name):
     types = {field.name: {field.type, *get_args(field.type)} for field in fields(module.Args)}
     numbers = {key for key, found in types.items() if {int, float} & found}
     assert {"num_envs", "gamma", "time_limit"} <= numbers
-    for key in numbers - {"seed", "n_agents"}:
+    for key in numbers - {"n_agents"}:
         args = module.Args(**{key: -1})
         with pytest.raises(SystemExit, match=f"--{key.replace('_', '-')} is (above 0|from 0 up|from 0 to 1), not -1"):
             module.check_args(args)
@@ -765,3 +766,15 @@ def test_wandb_mirrors_the_log(tmp_path):
     subprocess.run([sys.executable, *words], env=variables, check=True, cwd=ROOT)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"losses/td_loss" in file.read_bytes()
+
+
+def test_random_numbers_depend_on_the_seed_and_the_purpose():
+    seeds = {runs.seed_for(seed, purpose) for seed in range(100) for purpose in ("training", "evaluation", "buffer")}
+    assert len(seeds) == 300 and all(0 <= seed < 2**63 for seed in seeds)
+    matches = {}
+    for seed in (1, 2):
+        for purpose in ("training", "evaluation"):
+            obs, _ = iql.make_env(iql.Args(env_id="stag_hunt_4x4", seed=seed), 8, torch.device("cpu"), purpose).reset()
+            matches[seed, purpose] = obs.clone()
+    different = itertools.combinations(matches.values(), 2)
+    assert all(not torch.equal(one, other) for one, other in different)
