@@ -519,10 +519,10 @@ class ReplayBuffer:
         chosen = torch.stack((indices, lengths), 1).to(self.device)  # one transfer: each one waits for the device
         for (episodes, lengths), steps in zip(chosen, longest):
             rows = min(round_up(steps, self.length_unit), self.max_length) + 1
+            batch = {"lengths": self.batch["lengths"].copy_(lengths)}
             for name, data in self.data.items():
-                self.batch[name][:rows] = data[:rows].index_select(1, episodes)
-            self.batch["lengths"].copy_(lengths)
-            yield {name: values if name == "lengths" else values[:rows] for name, values in self.batch.items()}
+                batch[name] = self.batch[name][:rows].copy_(data[:rows].index_select(1, episodes))
+            yield batch
 
     def state_dict(self):
         state = {"generator": self.generator.get_state()}
@@ -671,13 +671,12 @@ class Learner:
                 q = self.agents.step(obs[1:], action, h[:-1], seat, subgoal[:-1])
                 target_q = self.target_agents.step(obs[1:], action, target_h[:-1], seat, subgoal[:-1])
             next_value = gather_q(target_q, greedy_action(q, avail[1:]))
-            mask = steps_left[:-1] > 0  # (steps, matches)
-            terminated = batch["terminated"][:-1]
-            truncated = steps_left[:-1] == 1  # the last step, unless it is terminated
-            playing = alive | self.env.team_reward  # an agent's own game ends when it leaves, a team's does not
-            mask = mask.unsqueeze(-1) & playing[:-1]  # (steps, matches, seats)
-            terminated = terminated.unsqueeze(-1) | ~playing[1:]
-            truncated = truncated.unsqueeze(-1)
+            mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
+            terminated = batch["terminated"][:-1].unsqueeze(-1)
+            truncated = (steps_left[:-1] == 1).unsqueeze(-1)  # the last step, unless it is terminated
+            if not self.env.team_reward:  # an agent's own game ends when it leaves
+                mask = mask & alive[:-1]
+                terminated = terminated | ~alive[1:]
             reward = torch.where(mask, reward, 0.0)
             target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.td_lambda)
         td_error = torch.where(mask, q_taken - target, 0.0)

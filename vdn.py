@@ -340,10 +340,10 @@ class ReplayBuffer:
         chosen = torch.stack((indices, lengths), 1).to(self.device)  # one transfer: each one waits for the device
         for (episodes, lengths), steps in zip(chosen, longest):
             rows = min(round_up(steps, self.length_unit), self.max_length) + 1
+            batch = {"lengths": self.batch["lengths"].copy_(lengths)}
             for name, data in self.data.items():
-                self.batch[name][:rows] = data[:rows].index_select(1, episodes)
-            self.batch["lengths"].copy_(lengths)
-            yield {name: values if name == "lengths" else values[:rows] for name, values in self.batch.items()}
+                batch[name] = self.batch[name][:rows].copy_(data[:rows].index_select(1, episodes))
+            yield batch
 
     def state_dict(self):
         state = {"generator": self.generator.get_state()}
@@ -394,8 +394,8 @@ class Learner:
 
     # ALGO LOGIC: the loss
     def mix(self, q, alive):
-        """(steps, matches, seats) -> (steps, matches); with individual rewards, an agent that has left counts as 0."""
-        return (q if self.env.team_reward else q * alive).sum(-1)
+        """(steps, matches, seats) -> (steps, matches, 1); with individual rewards, who has left counts as 0."""
+        return (q if self.env.team_reward else q * alive).sum(-1, keepdim=True)
 
     def loss(self, batch):
         """The loss of a batch of episodes, time first, and a dictionary of values to log."""
@@ -410,11 +410,11 @@ class Learner:
         with torch.no_grad():
             target_q, _ = self.target_agents(obs, last_action, h, seat)
             next_value = gather_q(target_q, greedy_action(q, avail))[1:]
-            mask = steps_left[:-1] > 0  # (steps, matches)
-            terminated = batch["terminated"][:-1]
-            truncated = steps_left[:-1] == 1  # the last step, unless it is terminated
-            reward = reward[..., 0] if self.env.team_reward else reward.sum(-1)  # (steps, matches)
             next_value = self.mix(next_value, alive[1:])
+            reward = reward[..., :1] if self.env.team_reward else reward.sum(-1, keepdim=True)
+            mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
+            terminated = batch["terminated"][:-1].unsqueeze(-1)
+            truncated = (steps_left[:-1] == 1).unsqueeze(-1)  # the last step, unless it is terminated
             reward = torch.where(mask, reward, 0.0)
             target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.td_lambda)
         q_taken = self.mix(q_taken, alive[:-1])

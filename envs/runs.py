@@ -188,35 +188,35 @@ class Metrics:
 
         Values of an update that is not finite are not counted.
         """
-        flat = torch.cat([value.detach().flatten() for value in values.values()])
         if not self.shapes:
             self.shapes = {name: value.shape for name, value in values.items()}
-            self.sums = torch.zeros_like(flat)
-            self.not_finite = torch.zeros_like(flat)
-            self.count = torch.zeros((), device=self.device)
-        finite = torch.isfinite(flat)
-        all_finite = finite.all()
-        self.sums += torch.where(all_finite, flat, 0.0)
-        self.not_finite += ~finite
-        self.count += all_finite
-        return all_finite
+            self.one = torch.ones(1, device=self.device)  # sums up to the number of updates
+            size = sum(shape.numel() for shape in self.shapes.values())
+            self.sums = torch.zeros(size + 1, device=self.device)
+            self.errors = torch.zeros(size, device=self.device)
+        flat = torch.cat([*(value.detach().flatten() for value in values.values()), self.one])
+        errors = flat - flat  # nan where a value is not finite, else 0
+        self.errors += errors[:-1]
+        finite = (errors == 0).all()
+        self.sums += torch.where(finite, flat, 0.0)
+        return finite
 
     def check_finite(self):
         """Raises a FloatingPointError if a value was not finite."""
         if not self.shapes:
             return
-        for name, flags in self._split(self.not_finite.cpu()).items():
-            if flags.any():
+        for name, errors in self._split(self.errors.cpu()).items():
+            if errors.isnan().any():
                 raise FloatingPointError(f"{name} was not finite")
 
     def pop(self):
         """The means since the last call: name -> number, or a tensor where it has several."""
         self.check_finite()
-        if not self.shapes or not self.count:
+        *sums, count = self.sums.tolist() if self.shapes else [0]
+        if not count:
             return {}
-        means = self._split((self.sums / self.count).cpu())
         self.sums.zero_()
-        self.count.zero_()
+        means = self._split(torch.tensor(sums) / count)
         return {name: value if value.dim() else value.item() for name, value in means.items()}
 
     def _split(self, flat):

@@ -525,7 +525,7 @@ def test_metrics_name_what_is_not_finite_and_do_not_count_it(name, bad):
     for check in (metrics.check_finite, metrics.pop, metrics.pop):  # it is not forgotten
         with pytest.raises(FloatingPointError, match=f"^{name} was not finite$"):
             check()
-    metrics.not_finite.zero_()
+    metrics.errors.zero_()
     assert {key: torch.as_tensor(value).tolist() for key, value in metrics.pop().items()} == {
         "loss": 1.0, "shares": [2.0, 3.0], "norm": [[4.0]],
     }  # fmt: skip

@@ -365,9 +365,9 @@ def test_independent_learners_with_shared_parameters_too(changed):
 # ---- mixing ----
 def test_vdn_sums_the_values_of_seats_that_have_not_left():
     q, alive = torch.randn(5, 2, SEATS), torch.rand(5, 2, SEATS) < 0.5
-    torch.testing.assert_close(learner_of("vdn").mix(q, alive), q[..., 0] + q[..., 1] + q[..., 2])
+    torch.testing.assert_close(learner_of("vdn").mix(q, alive).squeeze(-1), q[..., 0] + q[..., 1] + q[..., 2])
     individual = learner_of("vdn", team_reward=False).mix(q, alive)
-    torch.testing.assert_close(individual, torch.where(alive, q, 0).sum(-1))
+    torch.testing.assert_close(individual, torch.where(alive, q, 0).sum(-1, keepdim=True))
 
 
 def test_qmix_is_monotonic_in_every_seats_value():
