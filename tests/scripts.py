@@ -50,8 +50,13 @@ def command_line(name, folder, options):
 
 def train(name, folder, **options):
     """Runs a script in this process; returns the names that it had at the end."""
+    return run_script(command_line(name, folder, options))
+
+
+def run_script(words):
+    """The same, with the words of its command line."""
     argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    sys.argv = command_line(name, folder, options)
+    sys.argv = words
     try:
         return runpy.run_path(sys.argv[0], run_name="__main__")
     finally:

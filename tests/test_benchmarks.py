@@ -1,11 +1,11 @@
-"""What the benchmarks compute: the difficulty table."""
+"""What the benchmarks compute: the difficulty table, and the settings of training runs."""
 
 import json
 import subprocess
 import sys
 
 import pytest
-from scripts import ROOT
+from scripts import ROOT, SCRIPTS
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import difficulty
@@ -37,11 +37,11 @@ def test_the_difficulty_table(tmp_path):
         (tmp_path / f"{number}" / "results.json").write_text(json.dumps(results))
     (tmp_path / "unfinished").mkdir()
     command = [sys.executable, ROOT / "benchmarks" / "difficulty.py", *sorted(tmp_path.iterdir())]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    rows = {line.split(" | ")[0].strip("| "): line for line in said.splitlines() if line.startswith("| ")}
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = {line.split(" | ")[0].strip("| "): line for line in output.splitlines() if line.startswith("| ")}
     assert set(rows) == {"map", "2s3z", "MMM2", "corridor"}
     assert rows["2s3z"].rstrip().endswith("85 | 99 |") and rows["corridor"].rstrip().endswith("10 | 1 |")
-    assert "rank correlation, qmix: 1.00 (3 figures)" in said
+    assert "rank correlation, qmix: 1.00 (3 figures)" in output
 
 
 def test_replay_ratio_counts_samples():
@@ -51,3 +51,13 @@ def test_replay_ratio_counts_samples():
     matches, every, batch, ratio = train_throughput.settings("iql", "3m", args)
     assert (matches, batch) == (64, 512) and ratio == pytest.approx(16, rel=0.01)
     assert every == pytest.approx(512 * length / 16, rel=0.1)  # other actions, so about
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_settings_are_by_default_those_of_the_script(name, monkeypatch):
+    monkeypatch.setattr(train_throughput, "random_length", lambda env_id: 25)
+    args = SCRIPTS[name].Args(env_id="8m")
+    SCRIPTS[name].check_args(args)
+    matches, every, batch, ratio = train_throughput.settings(name, "8m", train_throughput.Args())
+    assert (matches, every, batch) == (args.num_envs, args.train_frequency, args.batch_size)
+    assert ratio == batch * 25 / every

@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageColor
 
 import envs
-from envs import page, play, render
+from envs import checkpoints, page, play, render
 from envs.battle_data import MAPS
 
 STOP, NORTH, ATTACK = 1, 2, 6
@@ -118,8 +118,8 @@ def test_the_dead_do_not_shoot():
         assert all(shooter != 0 for shooter, _, _ in env.scene()["shots"])
 
 
-def test_nearly_all_shots_are_told():
-    env, told, fired = envs.make("8m"), set(), set()
+def test_nearly_all_shots_are_in_the_scene():
+    env, shown, fired = envs.make("8m"), set(), set()
     for seed in range(3):
         env.reset(seed=seed)
         for step in range(20):
@@ -128,9 +128,9 @@ def test_nearly_all_shots_are_told():
             longer = env.units()["cooldown"][0] > (before - 8).clamp(min=0) + 0.001  # than without a shot
             living = longer & (env.units()["health"][0] > 0)
             fired |= {(seed, step, unit) for unit in living.nonzero().flatten().tolist()}
-            told |= {(seed, step, shooter) for shooter, _, _ in env.scene()["shots"]}
+            shown |= {(seed, step, shooter) for shooter, _, _ in env.scene()["shots"]}
     assert len(fired) > 100
-    assert len(fired & told) > 0.9 * max(len(fired), len(told))
+    assert len(fired & shown) > 0.9 * max(len(fired), len(shown))
 
 
 def test_a_medivac_heals_who_is_hurt():
@@ -341,11 +341,13 @@ def test_seats_can_have_policies_of_their_own(tmp_path):
     obs, info = env.reset(seed=0)
     for _ in range(6):
         obs, _, _, _, info = env.step(env.scripted_actions("nearest"))
-    actions = play.policy_of("hold,nearest,kite", env)(obs, info).clone()
+    act, goals = play.load_policy("hold,nearest,kite", env)
+    actions = act(obs, info).clone()
+    assert goals() == []
     for seat, name in enumerate(("hold", "nearest", "kite")):
         assert actions[0, seat] == env.scripted_actions(name)[0, seat]
     with pytest.raises(ValueError, match="3 seats"):
-        play.policy_of("hold,nearest", env)
+        play.load_policy("hold,nearest", env)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +359,7 @@ def test_seats_can_have_policies_of_their_own(tmp_path):
         (["--sight", "3"], "0 to 2"),
     ],
 )
-def test_play_refuses_what_it_cannot_do(arguments, message):
+def test_play_rejects_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         run("3m", *arguments)
 
@@ -374,7 +376,7 @@ def test_play_writes_an_mp4(tmp_path):
     assert (tmp_path / "match.mp4").read_bytes()[4:8] == b"ftyp"
 
 
-def test_a_window_without_a_screen_is_refused(monkeypatch):
+def test_a_window_without_a_screen_is_rejected(monkeypatch):
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")
@@ -384,36 +386,54 @@ def test_a_window_without_a_screen_is_refused(monkeypatch):
 
 
 SCRIPT = """
-import torch
+from dataclasses import dataclass
 
-def load_policy(folder, env):
-    bias = torch.load(folder / "checkpoint.pt", weights_only=True)["bias"]
+from envs import checkpoints
+from envs.team import Team
 
-    def act(obs, info):
-        act.goals = [(0, torch.tensor(20.0), 16)]
-        return env.scripted_actions("nearest") if bias == 7 else None
+@dataclass
+class Args:
+    seed: int = 1
 
-    return act
+def make_team(args, env, seed):
+    return Team(env, "self")
+
+class Player:
+    def __init__(self, env, bias):
+        self.env, self.bias = env, bias
+
+    def reset(self, mask):
+        assert mask.shape == (1,)
+
+    def act(self, inputs, epsilon):
+        return self.env.scripted_actions("nearest") if self.bias == 7 else None
+
+    def goals(self, env, seat):
+        return [(seat, self.bias * 2, 16)]
+
+def load_player(run, env, seats):
+    return Player(env, checkpoints.read_run(run)["bias"])
 """
 
 
 def test_a_run_folder_is_played_by_its_script(tmp_path, monkeypatch):
-    monkeypatch.setattr(play, "ROOT", tmp_path)
+    """The script may be in the current folder."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "toy.py").write_text(SCRIPT)
     folder = tmp_path / "runs" / "toy_run"
     folder.mkdir(parents=True)
     env = envs.make("3m")
     with pytest.raises(ValueError, match=r"no checkpoint\.pt in .*toy_run"):
-        play.policy_of(str(folder), env)
+        play.load_policy(str(folder), env)
     for algorithm in ("unheard_of", "../toy", None):
         torch.save({"algorithm": algorithm}, folder / "checkpoint.pt")
-        with pytest.raises(ValueError, match="no script"):
-            play.policy_of(str(folder), env)
-    torch.save({"algorithm": "toy", "bias": torch.tensor(7)}, folder / "checkpoint.pt")
+        with pytest.raises(ValueError, match=f"toy_run: there is no script {algorithm}.py in .* or the current folder"):
+            play.load_policy(str(folder), env)
+    torch.save({"algorithm": "toy", "args": {"seed": 3}, "bias": torch.tensor(7)}, folder / "checkpoint.pt")
     run("3m", "--policy", folder, "--out", tmp_path / "match.html")
     frames = recorded(tmp_path / "match.html")["episodes"][0]["frames"]
     assert len(frames) > 5
-    assert [frame.get("goals") for frame in frames] == [[[0, 20, 16]]] * (len(frames) - 1) + [None]
+    assert [frame.get("goals") for frame in frames] == [[[0, 14, 16]]] * (len(frames) - 1) + [None]
 
 
 # ---- the page ----
@@ -436,9 +456,9 @@ def test_the_page_is_self_contained_and_safe(tmp_path):
 
 def test_a_wheel_carries_the_page(tmp_path):
     pytest.importorskip("setuptools", minversion="77")  # as pyproject.toml has it; Python may bring an older one
-    shutil.copytree(play.ROOT / "envs", tmp_path / "envs", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(checkpoints.ROOT / "envs", tmp_path / "envs", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(play.ROOT / name, tmp_path)
+        shutil.copy(checkpoints.ROOT / name, tmp_path)
     build = "from setuptools import build_meta; build_meta.build_wheel('out')"
     (tmp_path / "out").mkdir()
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, check=True)
@@ -550,8 +570,7 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def matches():
     env = envs.make("8m")
-    act = play.policy_of("nearest", env)
-    return [play.play(env, act, seed, lambda scene: None)[0] for seed in (0, None)]
+    return [play.play(env, *play.load_policy("nearest", env), seed)[0] for seed in (0, None)]
 
 
 def test_the_page_plays_pauses_steps_and_scrubs(browser, matches):

@@ -31,7 +31,7 @@ def is_running(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    status = Path(f"/proc/{pid}/stat")  # the dead whom nobody has buried do not run
+    status = Path(f"/proc/{pid}/stat")  # a zombie does not run
     return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
@@ -62,8 +62,8 @@ class World:
     def running(self):
         return [pid for pid in set(self.read("pids")) if is_running(pid)]
 
-    def wait_for_the_fault(self, fault):
-        while fault == "hang" and not self.read("hangs"):
+    def wait_for_hangs(self, count):
+        while len(self.read("hangs")) < count:
             time.sleep(0.05)
 
     def wait_for_the_end(self, seconds):
@@ -106,7 +106,7 @@ def copied(result):
     return {key: tensor.clone() for key, tensor in {**dict(zip(names, tensors)), **info}.items()}
 
 
-# ---- what is said when something is missing ----
+# ---- messages where something is missing ----
 def hide(monkeypatch, package):
     find_spec = starcraft2.importlib.util.find_spec
     monkeypatch.setattr(
@@ -114,7 +114,7 @@ def hide(monkeypatch, package):
     )
 
 
-def refusal(world):
+def rejection(world):
     with pytest.raises(ValueError, match="sc2/3m: ") as error:
         world.make("sc2/3m")
     assert error.value.__suppress_context__ and "\n" not in str(error.value)
@@ -123,7 +123,7 @@ def refusal(world):
 
 def test_missing_package(world, monkeypatch):
     hide(monkeypatch, "smac")
-    message = refusal(world)
+    message = rejection(world)
     assert message.endswith(INSTALL) and "smac is missing" in message
 
 
@@ -132,19 +132,19 @@ def test_automls_smac_in_its_place(world, monkeypatch, tmp_path):
     (other / "smac" / "facade").mkdir(parents=True)
     (other / "smac" / "__init__.py").write_text("raise RuntimeError('it is not imported')")
     monkeypatch.syspath_prepend(other)
-    message = refusal(world)
+    message = rejection(world)
     assert message.endswith(f"pip uninstall -y smac && {INSTALL}") and str(other) in message and "AutoML" in message
 
 
 def test_missing_pysc2(world, monkeypatch):
     hide(monkeypatch, "pysc2")
-    message = refusal(world)
+    message = rejection(world)
     assert message.endswith(INSTALL) and "pysc2" in message
 
 
 def test_smac_that_cannot_be_imported(world):
     (world.notes / "broken").write_text("yes")
-    message = refusal(world)
+    message = rejection(world)
     assert message.endswith(INSTALL) and "Descriptors cannot be created directly." in message
 
 
@@ -153,31 +153,31 @@ def test_no_sc2path(world, monkeypatch, tmp_path):
     default = tmp_path / "nowhere"
     monkeypatch.setitem(starcraft2.PLATFORMS, platform.system(), here._replace(folder=str(default)))
     monkeypatch.delenv("SC2PATH")
-    message = refusal(world)
+    message = rejection(world)
     assert message.endswith(here.get) and "SC2PATH is not set" in message and str(default) in message
 
 
 def test_sc2path_that_leads_nowhere(world, monkeypatch, tmp_path):
     monkeypatch.setenv("SC2PATH", str(tmp_path / "nowhere"))
-    message = refusal(world)
+    message = rejection(world)
     assert message.endswith(starcraft2.PLATFORMS[platform.system()].get) and str(tmp_path / "nowhere") in message
 
 
 def test_no_binary(world):
     here = starcraft2.PLATFORMS[platform.system()]
     (world.sc2 / "Versions" / "Base1" / here.binary).unlink()
-    message = refusal(world)
+    message = rejection(world)
     assert message.endswith(here.get) and here.binary in message
 
 
 def test_missing_map(world):
     (world.sc2 / "Maps" / "SMAC_Maps" / "3m.SC2Map").unlink()
-    message = refusal(world)
+    message = rejection(world)
     assert "map 3m" in message and message.endswith(f'-m zipfile -e SMAC_Maps.zip "{world.sc2 / "Maps"}"')
 
 
 @pytest.mark.parametrize("system", starcraft2.PLATFORMS)
-def test_every_system_is_told_how_to_get_the_game(system):
+def test_every_system_has_a_message_how_to_get_the_game(system):
     assert "SC2PATH" in starcraft2.PLATFORMS[system].get and "https://" in starcraft2.PLATFORMS[system].get
 
 
@@ -192,7 +192,7 @@ def test_it_is_imported_only_when_asked_for():
     assert shown.stdout.strip() == "[]", shown.stderr
 
 
-def test_other_numbers_of_agents_are_refused(world):
+def test_other_numbers_of_agents_are_rejected(world):
     with pytest.raises(ValueError, match=r"sc2/3m .*\b3 agents, not 4"):
         world.make("sc2/3m", n_agents=4)
     assert world.make("sc2/3m", n_agents=3).n_agents == 3
@@ -206,7 +206,7 @@ def test_unknown_option_names_all_options(world, option):
 
 
 @pytest.mark.parametrize("options", [{"step_timeout": 0}, {"reset_timeout": "long"}, {"difficulty": "11"}])
-def test_wrong_values_are_refused(world, options):
+def test_invalid_values_are_rejected(world, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         world.make("sc2/3m", **options)
 
@@ -362,7 +362,7 @@ def test_hold_shoots_the_nearest_and_a_medivac_heals(world):
         env.scripted_actions("nearest")
 
 
-# ---- looking into it ----
+# ---- scenes and replays ----
 def test_scene(world):
     env = world.make("sc2/3m", num_envs=2)
     env.reset()
@@ -400,7 +400,7 @@ def test_replay(world, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_replay_that_hangs_costs_the_match(world):
     (world.notes / "hang_replay").write_text("yes")
-    env = world.make("sc2/3m", num_envs=2, step_timeout=3.0)
+    env = world.make("sc2/3m", num_envs=2, step_timeout=2.0)
     env.reset()
     with pytest.raises(RuntimeError, match="no replay of game 0: it did not answer"):
         env.save_replay(0)
@@ -408,7 +408,7 @@ def test_replay_that_hangs_costs_the_match(world):
     assert info["invalid"].tolist() == [True, False] and env.restarts == 1
 
 
-def test_snapshots_are_refused(world):
+def test_snapshots_are_rejected(world):
     env = world.make("sc2/3m")
     env.reset()
     for call in (env.snapshot, lambda: env.restore({})):
@@ -419,7 +419,7 @@ def test_snapshots_are_refused(world):
 # ---- games that fail ----
 @pytest.mark.parametrize("fault", ["crash", "error", "exit", "die", "hang"])
 def test_game_that_fails_makes_its_match_invalid_and_no_other(world, fault):
-    env = world.make("sc2/3m", num_envs=2, step_timeout=3.0 if fault == "hang" else 60.0)
+    env = world.make("sc2/3m", num_envs=2, step_timeout=2.0 if fault == "hang" else 60.0)
     env.reset()
     before = copied(env.step(everyone(env, STOP)))
     world.south(fault)
@@ -513,6 +513,8 @@ def test_game_whose_process_was_killed_is_not_left_behind(world):
 
 SCRIPT = """
 import signal, sys, torch, envs
+from envs import starcraft2_worker
+starcraft2_worker.SECONDS_TO_CLOSE = 2.0
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background may have it ignored
 env = envs.make("sc2/3m", num_envs=2, autoreset=True)
 env.reset()
@@ -542,26 +544,23 @@ def test_exception_leaves_no_process(world):
 
 
 @posix
-@pytest.mark.parametrize("fault", ["", pytest.param("hang", marks=pytest.mark.slow)])
-def test_interrupt_leaves_no_process(world, fault):
-    world.south(fault)
-    script = start_script(action=SOUTH if fault else STOP)
-    assert len(world.running()) == 4
-    world.wait_for_the_fault(fault)
-    script.send_signal(signal.SIGINT)
-    _, errors = script.communicate(timeout=60)
-    assert "KeyboardInterrupt" in errors and not world.running()
-
-
-@posix
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "hang"])
-def test_killed_script_leaves_no_process(world, fault):
+def test_a_script_that_is_interrupted_or_killed_leaves_no_process(world, fault):
     world.south(fault)
-    script = start_script(action=SOUTH if fault else STOP)
-    world.wait_for_the_fault(fault)
-    script.kill()
-    script.communicate()
+    (world.notes / "seconds_to_close").write_text("2")
+    action = SOUTH if fault else STOP
+    interrupted = start_script(action)
+    processes = world.running()
+    assert len(processes) == 4, "two of the environment, two games"
+    killed = start_script(action)
+    assert len(world.running()) == 8
+    world.wait_for_hangs(2 if fault else 0)
+    killed.kill()
+    interrupted.send_signal(signal.SIGINT)
+    _, errors = interrupted.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors and not set(processes) & set(world.running())
+    killed.communicate()
     assert not world.wait_for_the_end(30)
 
 

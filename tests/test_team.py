@@ -1,73 +1,45 @@
-"""Who sits where: reading a team, dealing it out, and networks of earlier runs in seats that are not the learner's."""
+"""Team-mates: reading a team, drawing policies and seats, and runs in seats that are not the learner's."""
 
-import importlib.util
-import sys
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scripts import SCRIPTS, write_run
 
 import envs
-from envs.team import Team, sizes_of
+from envs.checkpoints import env_sizes
+from envs.episodes import Inputs, SeatSelection, load_player, load_runner
+from envs.team import PoolRun, RunPlayer, Team, can_stack, read_pool
 
-ROOT = Path(__file__).parent.parent
 LEARNERS = ("omg", "iql_omg", "learner")
-torch.set_num_threads(1)
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def scripts():
-    return {name: script(name) for name in ("iql", "vdn", "qmix")}
-
-
-def write_run(folder, module, env, seed, share=True, env_id=None, **changes):
-    """The folder of a run that has learned nothing: networks with large random weights, saved as the script does."""
-    torch.manual_seed(seed)
-    args = module.Args(env_id=env_id or env.name, n_agents=env.n_agents, share_parameters=share, **changes)
-    agents = module.make_agents(args, env)
-    with torch.no_grad():
-        for weights in agents.parameters():
-            weights.mul_(3)
-    about = {"algorithm": module.__name__, "env_id": args.env_id, "sizes": sizes_of(env), "args": asdict(args)}
-    folder.mkdir(parents=True)
-    torch.save({**about, "target": {"agents": agents.state_dict()}}, folder / "checkpoint.pt")
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def pool(scripts, tmp_path_factory):
+def pool(tmp_path_factory):
     """Runs on 8m: 2 of iql, one of them with a network for each seat, 1 of vdn, 3 of qmix."""
     folder, env = tmp_path_factory.mktemp("pool"), envs.make("8m")
     for name, runs in (("iql", 2), ("vdn", 1), ("qmix", 3)):
         for run in range(runs):
-            write_run(folder / f"{name}_{run}", scripts[name], env, seed=run + 10 * len(name), share=run != 1)
+            write_run(folder / f"{name}_{run}", name, env, run + 10 * len(name), share_parameters=run != 1)
     return folder
 
 
-def make(text, num_envs=24, env_id="8m", **options):
-    return Team(envs.make(env_id, num_envs=num_envs), text, LEARNERS, **options)
+def make(spec, num_envs=24, env_id="8m", **options):
+    return Team(envs.make(env_id, num_envs=num_envs), spec, LEARNERS, **options)
 
 
-def seats_of(team, match):
-    """What the seats of a match are played by: an algorithm, a scripted policy or the learner."""
-    return [
-        "learner" if number < 0 else Path(team.names[number]).name.split("_")[0] for number in team.who[match].tolist()
-    ]
+def policies_of(team, match):
+    """What plays each seat of a match: an algorithm, a scripted policy or the learner."""
+    names = [team.policy_names[policy] if policy >= 0 else "learner" for policy in team.policy_id[match].tolist()]
+    return [Path(name).name.split("_")[0] for name in names]
 
 
 # ---- reading a team ----
 @pytest.mark.parametrize(
-    ("text", "env_id", "expected"),
+    ("spec", "env_id", "expected"),
     [
         ("7qmix1omg", "8m", {"qmix": 7, "learner": 1}),
         ("7iql1iql_omg", "8m", {"iql": 7, "learner": 1}),
@@ -79,39 +51,41 @@ def seats_of(team, match):
         ("self", "8m", {"learner": 8}),
     ],
 )
-def test_a_team_has_the_seats_it_names(pool, text, env_id, expected):
-    team = make(text, env_id=env_id, pool=[f"{pool}/*"] if env_id == "8m" and text != "self" else ())
+def test_a_team_has_the_seats_it_names(pool, spec, env_id, expected):
+    team = make(spec, env_id=env_id, pool=[f"{pool}/*"] if env_id == "8m" and spec != "self" else ())
     for match in range(24):
-        assert Counter(seats_of(team, match)) == expected
-        assert team.own[match].tolist() == [s for s, who in enumerate(seats_of(team, match)) if who == "learner"]
+        policies = policies_of(team, match)
+        assert Counter(policies) == expected
+        assert team.learner_seats[match].tolist() == [s for s, name in enumerate(policies) if name == "learner"]
 
 
-def test_seats_are_in_the_order_of_the_text_turned():
+def test_seats_are_in_the_order_of_the_spec_rotated():
     order = ["NS", "NS", "NH", "learner"]
     team = make("2NS1NH1omg", env_id="stag_hunt_4x4")
-    turns = [order[-turn:] + order[:-turn] for turn in range(4)]
-    seen = [seats_of(team, match) for match in range(24)]
-    assert all(seats in turns for seats in seen) and all(turn in seen for turn in turns)
+    rotations = [order[-shift:] + order[:-shift] for shift in range(4)]
+    drawn = [policies_of(team, match) for match in range(24)]
+    assert all(seats in rotations for seats in drawn) and all(rotation in drawn for rotation in rotations)
 
 
 @pytest.mark.parametrize(
-    ("env_id", "roster"), [("8m", {"nearest", "weakest", "kite"}), ("stag_hunt_4x4", {"RAND", "NS", "NH"})]
+    ("env_id", "scripted"), [("8m", {"nearest", "weakest", "kite"}), ("stag_hunt_4x4", {"RAND", "NS", "NH"})]
 )
-def test_without_a_text_one_learner_is_among_the_scripted(env_id, roster):
+def test_without_a_spec_one_learner_is_among_the_scripted(env_id, scripted):
     team = make(None, env_id=env_id)
-    assert set(team.env.policies) >= roster
-    seen = [set(seats_of(team, match)) - {"learner"} for match in range(24)]
-    assert all(len(one) == 1 for one in seen) and set().union(*seen) == roster
-    assert team.own.shape == (24, 1)
+    assert set(team.env.policies) >= scripted
+    drawn = [set(policies_of(team, match)) - {"learner"} for match in range(24)]
+    assert all(len(names) == 1 for names in drawn) and set().union(*drawn) == scripted
+    assert team.learner_seats.shape == (24, 1)
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "says"),
+    ("spec", "options", "message"),
     [
         ("6nearest1omg", {}, "has 7 seats, but 8m has 8"),
         ("7nearest2omg", {}, "has 9 seats, but 8m has 8"),
         ("7nearst1omg", {}, "no 'nearst' in the pool; known are omg, iql_omg, learner, .*nearest"),
         ("7qmix1omg", {}, "no 'qmix' in the pool"),
+        ("7other1omg", {}, "no 'other' in the pool"),
         ("8nearest", {}, "no seat for the learner: name one of them omg or iql_omg or learner"),
         ("", {}, "has 0 seats, but 8m has 8"),
         ("nearest7omg1", {}, "numbers and names, such as 7qmix1omg"),
@@ -121,237 +95,341 @@ def test_without_a_text_one_learner_is_among_the_scripted(env_id, roster):
         ("7nearest1omg", {"seat": "8"}, "rotate, random or a number from 0 to 7, not '8'"),
         ("7nearest1omg", {"seat": "-1"}, "from 0 to 7"),
         ("7nearest1omg", {"seat": "first"}, "from 0 to 7"),
-        *((text, {"pool": ["hold"]}, "a team with them is 7other1omg") for text in (None, "self", "scripted")),
+        *((spec, {"pool": ["hold"]}, "a team with them is 7other1omg") for spec in (None, "self", "scripted")),
         ("7nearest1omg", {"pool": ["nowhere/*"]}, "no run with a checkpoint.pt at nowhere"),
     ],
 )
-def test_what_makes_no_team_is_refused_with_what_would(text, options, says):
-    with pytest.raises(ValueError, match=says):
-        make(text, **options)
+def test_invalid_teams_are_rejected_with_a_valid_one(spec, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(spec, **options)
 
 
-def test_runs_of_another_map_or_size_are_refused(scripts, tmp_path):
-    write_run(tmp_path / "map", scripts["iql"], envs.make("3m"), 1)
-    write_run(tmp_path / "size", scripts["iql"], envs.make("8m", n_agents=5), 1)
-    twin = "stag_hunt_4x4_2h2s"  # its numbers are those of stag_hunt_4x4
-    write_run(tmp_path / "twin", scripts["iql"], envs.make(twin), 1)
+def test_runs_of_another_map_or_size_are_rejected(tmp_path):
+    write_run(tmp_path / "map", "iql", envs.make("3m"))
+    write_run(tmp_path / "size", "iql", envs.make("8m", n_agents=5))
+    same_sizes = "stag_hunt_4x4_2h2s"  # its sizes are those of stag_hunt_4x4
+    write_run(tmp_path / "rules", "iql", envs.make(same_sizes))
     for folder, of in (("map", "is of 3m .*; this is 8m "), ("size", "'n_agents': 5.*; this is 8m .*'n_agents': 8")):
         with pytest.raises(ValueError, match=of):
             make("7iql1omg", pool=[tmp_path / folder])
-    assert sizes_of(envs.make(twin)) == sizes_of(envs.make("stag_hunt_4x4"))
-    with pytest.raises(ValueError, match=f"is of {twin} .*; this is stag_hunt_4x4 "):
-        make("3iql1omg", env_id="stag_hunt_4x4", pool=[tmp_path / "twin"])
+    assert env_sizes(envs.make(same_sizes)) == env_sizes(envs.make("stag_hunt_4x4"))
+    with pytest.raises(ValueError, match=f"is of {same_sizes} .*; this is stag_hunt_4x4 "):
+        make("3iql1omg", env_id="stag_hunt_4x4", pool=[tmp_path / "rules"])
 
 
-def test_runs_of_the_real_game_fit_its_simulation(scripts, tmp_path):
-    write_run(tmp_path / "real", scripts["iql"], envs.make("8m"), 1, env_id="sc2/8m")
-    assert make("7iql1omg", pool=[tmp_path / "real"]).names[-1] == str(tmp_path / "real")
+def test_runs_of_the_real_game_fit_its_simulation(tmp_path):
+    write_run(tmp_path / "real", "iql", envs.make("8m"), env_id="sc2/8m")
+    assert make("7iql1omg", pool=[tmp_path / "real"]).policy_names[-1] == str(tmp_path / "real")
 
 
-def test_runs_that_cannot_be_stacked_are_refused(pool, scripts, tmp_path):
-    env = envs.make("8m")
-    wide = write_run(tmp_path / "wide", scripts["iql"], env, 1, hidden_dim=32)
-    with pytest.raises(ValueError, match=r"equally many hidden units, not \[32, 64\]"):
-        make("7iql1omg", pool=[wide, pool / "iql_0"])
+def test_a_run_that_is_named_twice_is_rejected(pool):
     with pytest.raises(ValueError, match="iql_0 more than once"):
         make("7iql1omg", pool=[pool / "iql_0", f"{pool}/iql_*"])
-    omg = script("omg_iql")
-    agents = omg.make_agents(omg.Args(), env).state_dict()
-    about = {"algorithm": "omg_iql", "env_id": "8m", "sizes": sizes_of(env), "target": {"agents": agents}}
-    (tmp_path / "omg").mkdir()
-    torch.save(about, tmp_path / "omg" / "checkpoint.pt")
-    with pytest.raises(ValueError, match=r"a run of omg_iql.py cannot be a team-mate"):
-        make("7omg_iql1omg", pool=[tmp_path / "omg"])
 
 
-# ---- dealing ----
-@pytest.mark.parametrize("text", ["7nearest1omg", "6nearest2omg", "3kite1omg3nearest1omg"])
-def test_rotation_gives_every_seat_equally_often(text):
-    team = make(text, num_envs=16)
-    learners = torch.zeros(8, dtype=torch.long)
+# ---- drawing policies and seats ----
+@pytest.mark.parametrize("spec", ["7nearest1omg", "6nearest2omg", "3kite1omg3nearest1omg"])
+def test_rotation_gives_every_seat_equally_often(spec):
+    team = make(spec, num_envs=16)
+    times = torch.zeros(8, dtype=torch.long)
     for _ in range(3):
         team.draw()
-        learners += torch.bincount(team.own.flatten(), minlength=8)
-    assert learners.unique().tolist() == [3 * 16 * team.own.shape[1] // 8]
+        times += torch.bincount(team.learner_seats.flatten(), minlength=8)
+    assert times.unique().tolist() == [3 * 16 * team.learner_seats.shape[1] // 8]
 
 
 def test_rotation_with_fewer_matches_than_seats_takes_turns():
     team = make("7nearest1omg", num_envs=3)
-    seats = Counter()
+    times = Counter()
     for _ in range(16):
         team.draw()
-        seats.update(team.own.flatten().tolist())
-    assert seats == dict.fromkeys(range(8), 6)
+        times.update(team.learner_seats.flatten().tolist())
+    assert times == dict.fromkeys(range(8), 6)
 
 
-def test_a_seat_can_be_chosen_or_left_to_chance():
+def test_a_seat_can_be_chosen_or_drawn_at_random():
     for seat in range(8):
-        assert make("3kite2omg3nearest", seat=seat).own.tolist() == [sorted([seat, (seat + 1) % 8])] * 24
-        assert make("7nearest1omg", seat=str(seat)).own.tolist() == [[seat]] * 24
-    seats = torch.bincount(make("7nearest1omg", num_envs=4000, seat="random").own.flatten(), minlength=8)
-    assert ((seats - 500).abs() < 120).all()
+        assert make("3kite2omg3nearest", seat=seat).learner_seats.tolist() == [sorted([seat, (seat + 1) % 8])] * 24
+        assert make("7nearest1omg", seat=str(seat)).learner_seats.tolist() == [[seat]] * 24
+    seats = make("7nearest1omg", num_envs=4000, seat="random").learner_seats.flatten()
+    assert ((torch.bincount(seats, minlength=8) - 500).abs() < 120).all()
 
 
-def test_one_run_plays_all_seats_of_a_part_and_all_runs_play_equally_often(pool):
+def test_one_run_plays_all_seats_of_a_group_and_all_runs_play_equally_often(pool):
     team = make("4iql3qmix1omg", pool=[f"{pool}/*"])
     for _ in range(3):
         team.draw()
         for algorithm, runs in (("iql", 2), ("qmix", 3)):
-            numbers = {n for n, name in enumerate(team.names) if Path(name).name.startswith(algorithm)}
-            dealt = [set(row) & numbers for row in team.who.tolist()]
-            assert all(len(one) == 1 for one in dealt)
-            assert Counter(one.pop() for one in dealt) == dict.fromkeys(numbers, 24 // runs)
+            policies = {p for p, name in enumerate(team.policy_names) if Path(name).name.startswith(algorithm)}
+            drawn = [set(row) & policies for row in team.policy_id.tolist()]
+            assert all(len(row) == 1 for row in drawn)
+            assert Counter(row.pop() for row in drawn) == dict.fromkeys(policies, 24 // runs)
 
 
 def test_mixed_seats_draw_their_own_run(pool):
     team = make("7qmix1omg", pool=[f"{pool}/qmix_*"], mix=True)
     for _ in range(3):
         team.draw()
-        others = team.who[team.who >= 0]
+        others = team.policy_id[team.policy_id >= 0]
         assert Counter(others.tolist()) == dict.fromkeys(others.unique().tolist(), 24 * 7 // 3)
         assert len(others.unique()) == 3
-        assert any(len(set(row)) > 2 for row in team.who.tolist())
+        assert any(len(set(row)) > 2 for row in team.policy_id.tolist())
 
 
 @pytest.mark.parametrize("mix", [False, True])
-def test_more_runs_than_matches_all_get_their_turn(pool, mix):
+def test_more_runs_than_matches_all_play_in_turn(pool, mix):
     team = make("7qmix1omg", num_envs=2, pool=[f"{pool}/qmix_*"], mix=mix)
     times = Counter()
     for _ in range(6):
         team.draw()
-        times.update(team.who[team.who >= 0].tolist())
+        times.update(team.policy_id[team.policy_id >= 0].tolist())
     assert set(times.values()) == {6 * 2 * 7 // 3}
 
 
-def test_a_round_depends_on_seed_and_number_alone(pool):
+def test_a_round_depends_on_its_seed_and_number_alone(pool):
     options = {"pool": [f"{pool}/*"], "mix": True, "seat": "random"}
-    first, again, other = (make("4iql3qmix1omg", seed=seed, **options) for seed in (5, 5, 6))
-    seen = []
+    first, same, other = (make("4iql3qmix1omg", seed=seed, **options) for seed in (5, 5, 6))
+    rounds = []
     for _ in range(4):
         torch.rand(3)
-        for team in (first, again, other):
+        for team in (first, same, other):
             team.draw()
-        seen.append(first.who.clone())
-        assert (first.who == again.who).all() and (first.own == again.own).all()
-        assert (first.who != other.who).any()
-    again.rounds = first.rounds - 2
-    again.draw()
-    assert (again.who == seen[2]).all() and (seen[2] != seen[3]).any()
+        rounds.append(first.policy_id.clone())
+        assert (first.policy_id == same.policy_id).all() and (first.learner_seats == same.learner_seats).all()
+        assert (first.policy_id != other.policy_id).any()
+    same.rounds = first.rounds - 2
+    same.draw()
+    assert (same.policy_id == rounds[2]).all() and (rounds[2] != rounds[3]).any()
 
 
-def test_an_understudy_leaves_no_seat_to_the_learner(pool):
-    team = make("4iql2nearest2omg", pool=[f"{pool}/iql_*"], understudy=True)
+def test_a_stand_in_leaves_no_seat_to_the_learner(pool):
+    team = make("4iql2nearest2omg", pool=[f"{pool}/iql_*"], stand_in=True)
     team.env.reset(seed=0)
-    last = torch.full_like(team.env.actions, -1)
-    assert (team.who >= 0).all() and team.own.shape == (24, 2)
-    pair = [row[own].tolist() for row, own in zip(team.who, team.own)]
-    iql = [n for n, name in enumerate(team.names) if "iql_" in name]
-    assert {n for one in pair for n in one} == {*iql, team.names.index("nearest")}
-    chosen = team.complete(torch.zeros_like(team.own), last).clone()
-    assert (team.complete(torch.full_like(team.own, 5), last) == chosen).all()
-    alone = make("self", understudy=True)
-    assert (alone.who == -1).all()
+    last_action = torch.full_like(team.env.actions, -1)
+    assert (team.policy_id >= 0).all() and team.learner_seats.shape == (24, 2)
+    stand_ins = team.policy_id.gather(1, team.learner_seats)
+    runs = [policy for policy, name in enumerate(team.policy_names) if "iql_" in name]
+    assert set(stand_ins.flatten().tolist()) == {*runs, team.policy_names.index("nearest")}
+    joint = team.joint_action(torch.zeros_like(team.learner_seats), last_action).clone()
+    assert (team.joint_action(torch.full_like(team.learner_seats, 5), last_action) == joint).all()
+    assert (make("self", stand_in=True).policy_id == -1).all()
 
 
 def test_other_is_anybody_of_the_pool(pool):
     team = make("7other1omg", pool=["kite", f"{pool}/vdn_*", "hold", f"{pool}/qmix_*"], num_envs=24)
     names = ["kite", "hold", f"{pool}/vdn_0", *(f"{pool}/qmix_{run}" for run in range(3))]
-    assert [team.names[number] for number in team.pool] == names
-    dealt = [{*row} - {-1} for row in team.who.tolist()]
-    assert all(len(one) == 1 for one in dealt)
-    assert Counter(team.names[one.pop()] for one in dealt) == dict.fromkeys(names, 4)
-    with pytest.raises(ValueError, match="no 'other' in the pool"):
-        make("7other1omg")
+    assert [team.policy_names[policy] for policy in team.pool] == names
+    drawn = [{*row} - {-1} for row in team.policy_id.tolist()]
+    assert all(len(row) == 1 for row in drawn)
+    assert Counter(team.policy_names[row.pop()] for row in drawn) == dict.fromkeys(names, 4)
 
 
-def test_seats_can_be_dealt_by_hand():
+def test_seats_can_be_assigned_by_hand():
     team = make("2other1omg", env_id="3m", num_envs=6, pool=["nearest", "kite", "hold"])
-    places = [team.names.index(name) for name in ("nearest", "kite", "hold")]
-    team.deal(np.array([0, 1, 2, 0, 1, 2]), lambda seats, policies: np.arange(6 * seats) % policies)
+    policies = [team.policy_names.index(name) for name in ("nearest", "kite", "hold")]
+    team.assign(np.array([0, 1, 2, 0, 1, 2]), lambda seats, count: np.arange(6 * seats) % count)
     expected = [[0, 1, -1], [-1, 2, 0], [1, -1, 2], [0, 1, -1], [-1, 2, 0], [1, -1, 2]]
-    assert team.who.tolist() == [[places[n] if n >= 0 else -1 for n in row] for row in expected]
-    assert team.own.flatten().tolist() == [2, 0, 1, 2, 0, 1]
+    assert team.policy_id.tolist() == [[policies[n] if n >= 0 else -1 for n in row] for row in expected]
+    assert team.learner_seats.flatten().tolist() == [2, 0, 1, 2, 0, 1]
 
 
 # ---- playing ----
-def test_mine_and_complete_go_by_seat():
+def test_values_are_selected_and_actions_joined_by_seat():
     team = make("6kite2omg")
     env = team.env
     env.reset(seed=1)
     values = torch.arange(24 * 8 * 5).view(24, 8, 5)
     for match in range(24):
-        for place, seat in enumerate(team.own[match].tolist()):
-            assert (team.mine(values)[match, place] == values[match, seat]).all()
-    own = torch.arange(48).view(24, 2)
-    everybody = team.complete(own, torch.full_like(env.actions, -1))
+        for place, seat in enumerate(team.learner_seats[match].tolist()):
+            assert (team.select(values)[match, place] == values[match, seat]).all()
+    action = torch.arange(48).view(24, 2)
+    joint = team.joint_action(action, torch.full_like(env.actions, -1))
     kite = env.scripted_actions("kite")
     for match in range(24):
         expected = kite[match].tolist()
-        for place, seat in enumerate(team.own[match].tolist()):
-            expected[seat] = int(own[match, place])
-        assert everybody[match].tolist() == expected
+        for place, seat in enumerate(team.learner_seats[match].tolist()):
+            expected[seat] = int(action[match, place])
+        assert joint[match].tolist() == expected
 
 
-def test_a_team_of_learners_does_as_they_say():
+def test_a_team_of_learners_acts_as_they_choose():
     team = make("self")
-    own = torch.randint(5, (24, 8))
-    assert team.complete(own, own) is own and team.mine(own) is own
+    action = torch.randint(5, (24, 8))
+    assert team.joint_action(action, action) is action and team.select(action) is action
+
+
+def compare_with_scripts(team, rounds=3, steps=12):
+    """Plays rounds in which every run must act as its script plays it alone, with only the match's own history."""
+    env, generator = team.env, torch.Generator().manual_seed(0)
+    alone = {
+        policy: load_runner(path, env, Team(env, "self"))
+        for policy, path in enumerate(team.policy_names)
+        if policy >= len(env.policies)
+    }
+    actions = {policy: Counter() for policy in alone}
+    for episode in range(rounds):
+        team.draw()
+        obs, info = env.reset(seed=episode)
+        last_action = torch.full_like(env.actions, -1)
+        for _ in range(steps):
+            noise = torch.rand((env.num_envs, 1, env.n_actions), generator=generator)
+            action = (noise * team.select(info["avail"])).argmax(-1)
+            joint = team.joint_action(action, last_action).clone()
+            assert (joint.gather(1, team.learner_seats) == action).all()
+            nearest = env.scripted_actions("nearest").clone()
+            assert (joint == nearest)[team.policy_id == env.policies.index("nearest")].all()
+            for policy, runner in alone.items():
+                expected, seats = runner.policy(obs, info), team.policy_id == policy
+                assert (joint[seats] == expected[seats]).all()
+                runner.last_action.copy_(joint)  # what was done in all seats, also those that it did not play
+                actions[policy].update(joint[seats].tolist())
+            obs, *_, info = env.step(joint)
+            last_action = joint
+    assert alone and all(taken.total() > 100 and len(taken) > 2 for taken in actions.values()), actions
 
 
 @pytest.mark.parametrize("mix", [False, True])
-def test_networks_act_as_their_scripts_play_them(pool, scripts, mix):
-    """Run by run the actions of load_policy, through several rounds, each with memory of its own match alone."""
+def test_stacked_runs_act_as_their_scripts_play_them(pool, mix):
     team = make("3iql1nearest2qmix1vdn1omg", num_envs=12, pool=[f"{pool}/*"], mix=mix, seed=3)
-    env, generator = team.env, torch.Generator().manual_seed(0)
-    policies = {
-        number: scripts[Path(path).name.split("_")[0]].load_policy(path, env)
-        for number, path in enumerate(team.names)
-        if "/" in path
-    }
-    compared = Counter()
-    for episode in range(3):
-        team.draw()
+    assert not team.players and len(team.networks.slots) == 6
+    assert team.networks.count == 4 + 2 * 8, "two runs have a network for each seat"
+    compare_with_scripts(team)
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_runs_of_other_layouts_act_as_their_scripts_play_them(pool, tmp_path, mix):
+    """Each with its own player, among stacked ones. The model of OMG is one without noise here."""
+    for name, options in (("naive_om_iql", {}), ("liam_iql", {}), ("omg_iql", {"inference": "mlp"})):
+        write_run(tmp_path / name, name, envs.make("8m"), scale=6, **options)
+    others = "1naive_om_iql2liam_iql1omg_iql1nearest2iql1omg"
+    team = make(others, num_envs=12, pool=[f"{tmp_path}/*", f"{pool}/iql_*"], mix=mix, seed=3)
+    assert len(team.players) == 3 and len(team.networks.slots) == 2
+    compare_with_scripts(team)
+
+
+def test_runs_with_other_numbers_of_hidden_units_play_together(pool, tmp_path):
+    wide = write_run(tmp_path / "wide", "vdn", envs.make("8m"), hidden_dim=32)
+    team = make("4iql1nearest2vdn1omg", num_envs=12, pool=[pool / "iql_0", wide])
+    assert len(team.networks.slots) == len(team.players) == 1
+    compare_with_scripts(team)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("name", ["iql", "vdn", "qmix"])
+def test_runs_of_the_simple_scripts_are_stacked(tmp_path, name, share):
+    """Also runs whose weights are as small as those of a run that has not learned."""
+    env = envs.make("3m", num_envs=4)
+    for scale in (1, 3):
+        path = write_run(tmp_path / f"{scale}", name, env, scale=scale, share_parameters=share)
+        (run,) = read_pool([path], env)
+        assert can_stack(run, env)
+
+
+@pytest.mark.parametrize("change", ["a layer more", "a layer of another size", "no weights"])
+def test_other_layouts_are_not_stacked(tmp_path, change):
+    env = envs.make("3m", num_envs=4)
+    (run,) = read_pool([write_run(tmp_path / "run", "iql", env)], env)
+    weights = dict(run.weights)
+    if change == "a layer more":
+        weights |= {"fc3.weight": weights["fc2.weight"]}
+    elif change == "a layer of another size":
+        weights["fc1.weight"] = weights["fc1.weight"][:, 1:]
+    else:
+        weights = {}
+    assert can_stack(run, env) and not can_stack(PoolRun(run.path, run.algorithm, weights), env)
+
+
+def test_stacked_and_own_players_act_alike(tmp_path):
+    """The same run once with its weights stacked and once with the player of its script, in the same seats."""
+    env = envs.make("8m", num_envs=16, check=False)
+    for share in (True, False):
+        path = str(write_run(tmp_path / f"{share}", "qmix", env, share_parameters=share))
+        team = Team(env, "7qmix1learner", pool=[path])
+        (policy,) = team.used
+        own, taken = RunPlayer(path, env, 16), set()
+        for episode in range(2):
+            team.draw()
+            own.assign((team.policy_id == policy).any(1).numpy())
+            env.reset(seed=episode)
+            last_action = torch.full_like(env.actions, -1)
+            for _ in range(8):
+                joint = team.joint_action(torch.ones(16, 1, dtype=torch.long), last_action).clone()
+                with torch.no_grad():
+                    expected = own.act(last_action, 0.0)
+                assert (joint == expected)[team.policy_id == policy].all()
+                taken.update(joint[team.policy_id == policy].tolist())
+                env.step(joint)
+                last_action = joint
+        assert len(taken) > 3
+
+
+def test_networks_of_every_seat_can_play_some_seats(tmp_path):
+    """An ego in two seats, as in evaluations, whose run has a network for each seat."""
+    env = envs.make("8m", num_envs=16)
+    path = write_run(tmp_path / "run", "vdn", env, share_parameters=False)
+    agents = SCRIPTS["vdn"].Agents(SCRIPTS["vdn"].Args(hidden_dim=16, share_parameters=False), env)
+    agents.load_state_dict(read_pool([path], env)[0].weights)
+    team = Team(env, "6nearest2learner")
+    runner = load_runner(path, env, team)
+    assert isinstance(runner.player, SeatSelection)
+    every_seat = torch.arange(8).repeat(16, 1)
+    taken = {seat: set() for seat in range(8)}
+    for episode in range(2):
         obs, info = env.reset(seed=episode)
-        last = torch.full_like(env.actions, -1)
-        for _ in range(12):
-            chances = torch.rand((12, 1, env.n_actions), generator=generator)
-            own = (chances * team.mine(info["avail"])).argmax(-1)
-            everybody = team.complete(own, last).clone()
-            assert (everybody.gather(1, team.own) == own).all()
-            nearest = env.scripted_actions("nearest").clone()
-            assert (everybody == nearest)[team.who == env.policies.index("nearest")].all()
-            for number, act in policies.items():
-                before = act(obs, info)  # its own memory of last actions is replaced by what was done
-                mine = team.who == number
-                assert (everybody[mine] == before[mine]).all()
-                before.copy_(everybody)
-                compared[number] += int(mine.sum())
-            obs, *_, info = env.step(everybody)
-            last = everybody
-    assert min(compared[number] for number in policies) > 100
+        last_action, h = torch.full_like(env.actions, -1), agents.init_hidden(16, 8)
+        for _ in range(10):
+            with torch.no_grad():
+                q, h = agents(obs.unsqueeze(0), last_action.unsqueeze(0), h, every_seat)
+            h, expected = h[0], q[0].masked_fill(~info["avail"], -1e9).argmax(-1)
+            joint = runner.policy(obs, info).clone()
+            for row, wanted, seats in zip(joint.tolist(), expected.tolist(), team.learner_seats.tolist()):
+                for seat in seats:
+                    assert row[seat] == wanted[seat]
+                    taken[seat].add(row[seat])
+            obs, *_, info = env.step(joint)
+            last_action = joint
+    assert all(taken.values()) and sum(len(actions) > 1 for actions in taken.values()) > 4, "policies of all kinds"
 
 
-def test_random_actions_of_team_mates_come_at_their_chance(pool):
-    team, calm = (make("7vdn1omg", num_envs=200, pool=[pool / "vdn_0"], epsilon=e) for e in (0.5, 0.0))
-    torch.manual_seed(0)
-    actions = []
-    for one in (team, calm):
-        _, info = one.env.reset(seed=4)
-        actions.append(one.complete(torch.ones_like(one.own), torch.full_like(one.env.actions, -1)))
-        assert info["avail"].gather(2, actions[-1].unsqueeze(2)).all()
-    others, choices = team.who >= 0, team.env.info["avail"].sum(-1)
-    expected = 0.5 * (1 - (1 / choices[others]).mean().item())
-    assert (actions[0] != actions[1])[others].float().mean().item() == pytest.approx(expected, abs=0.05)
+def test_random_actions_of_team_mates_come_at_their_rate(pool, tmp_path):
+    """Of stacked runs and of others."""
+    liam = write_run(tmp_path / "liam", "liam_iql", envs.make("8m"))
+    for spec, path in (("7vdn1omg", pool / "vdn_0"), ("7liam_iql1omg", liam)):
+        random, greedy = (make(spec, num_envs=200, pool=[path], epsilon=epsilon) for epsilon in (0.5, 0.0))
+        torch.manual_seed(0)
+        actions = []
+        for team in (random, greedy):
+            _, info = team.env.reset(seed=4)
+            actions.append(team.joint_action(torch.ones_like(team.learner_seats), torch.full_like(team.policy_id, -1)))
+            assert info["avail"].gather(2, actions[-1].unsqueeze(2)).all()
+        others, choices = random.policy_id >= 0, random.env.info["avail"].sum(-1)
+        expected = 0.5 * (1 - (1 / choices[others]).mean().item())
+        assert (actions[0] != actions[1])[others].float().mean().item() == pytest.approx(expected, abs=0.05)
 
 
-def test_others_do_not_learn(pool):
-    team = make("7iql1omg", pool=[f"{pool}/iql_*"])
-    before = {key: [part.clone() for part in layer] for key, layer in team.networks.layers.items()}
+def test_others_do_not_learn(pool, tmp_path):
+    naive = write_run(tmp_path / "naive", "naive_om_iql", envs.make("8m"))
+    team = make("4iql3naive_om_iql1omg", pool=[f"{pool}/iql_*", naive])
+    (player,) = team.players.values()
+    stacked = [tensor for layer in team.networks.layers.values() for tensor in layer]
+    tensors = stacked + list(player.player.agents.state_dict().values())
+    before = [tensor.clone() for tensor in tensors]
     team.env.reset(seed=0)
-    last, own = torch.full_like(team.env.actions, -1), torch.ones(24, 1, dtype=torch.long)
+    joint, action = torch.full_like(team.env.actions, -1), torch.ones(24, 1, dtype=torch.long)
     for _ in range(5):
-        last = team.complete(own, last)
-        team.env.step(last)
-    for key, layer in team.networks.layers.items():
-        assert not any(part.requires_grad for part in layer)
-        assert all((part == was).all() for part, was in zip(layer, before[key]))
+        joint = team.joint_action(action, joint)
+        team.env.step(joint)
+    assert not joint.requires_grad and not any(tensor.requires_grad for tensor in stacked)
+    assert all((tensor == was).all() for tensor, was in zip(tensors, before))
+
+
+def test_loading_a_run_leaves_the_random_state(pool):
+    """Networks are made with random weights before they are loaded; a run must not depend on that."""
+    env = envs.make("8m", num_envs=2)
+    state = torch.get_rng_state()
+    make("7iql1omg", pool=[f"{pool}/iql_*"])
+    player = load_player(pool / "iql_0", env, torch.zeros(2, 1, dtype=torch.long))
+    assert torch.equal(torch.get_rng_state(), state)
+    inputs = Inputs(env.obs[:, :1], env.info["avail"][:, :1], env.actions[:, :1] - 1, env.actions, env.actions[:, :1])
+    with torch.no_grad():
+        assert player.act(inputs, torch.zeros(())).shape == (2, 1)

@@ -1,7 +1,8 @@
-"""A training script in small: counts to --total-timesteps, saves, goes on, and crashes when told to."""
+"""A training script in small: counts to --total-timesteps, saves, continues, and crashes where --crash says."""
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--total-timesteps", type=int, default=10)
 parser.add_argument("--crash-seed", type=int)
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--cuda", action="store_true")
 args, started, stopping = parser.parse_args(), time.time(), []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: stopping.append(1))
@@ -23,15 +25,16 @@ if args.resume:
     args = argparse.Namespace(**state["args"])
 else:
     run = Path(args.run_root) / f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns()}"
-    state = {"args": vars(args), "steps": 0, "parts": [], "evals": []}
+    state = {"args": vars(args), "steps": 0, "launches": [], "evals": []}
 run.mkdir(parents=True, exist_ok=True)
-state["parts"].append(state["steps"])  # where every part of the run began
+state["launches"].append(state["steps"])  # the step at which the script was started or resumed
+state["environment"] = {name: value for name, value in os.environ.items() if name.startswith("CUDA_")}
 
 
 def save(file, content):
-    part = run / "part.part"
-    part.write_text(json.dumps(content))
-    part.replace(run / file)
+    temporary = run / "temporary.part"
+    temporary.write_text(json.dumps(content))
+    temporary.replace(run / file)
 
 
 while state["steps"] < args.total_timesteps:
@@ -40,9 +43,9 @@ while state["steps"] < args.total_timesteps:
     print(f"{state['steps']} steps", flush=True)
     time.sleep(args.pause)
     save("checkpoint.pt", state)
-    crash_at, _, times = args.crash.partition("x")  # 5x2: at step 5, in the first two parts of the run
-    meant = args.crash and args.crash_seed in (None, args.seed)
-    if meant and state["steps"] >= int(crash_at) and len(state["parts"]) <= int(times):
+    crash_at, _, times = args.crash.partition("x")  # 5x2: at step 5, in the first two launches
+    crashes = args.crash and args.crash_seed in (None, args.seed)
+    if crashes and state["steps"] >= int(crash_at) and len(state["launches"]) <= int(times):
         raise RuntimeError("crashed on purpose")
     if stopping:
         sys.exit("stopped")

@@ -3,7 +3,8 @@
 The folder FAKE_SMAC holds what tests and games tell each other. The games note in `pids` the number of every process,
 in `launches` the seed of every launch, in `hangs` who hangs. The tests say in `south` how it fails when agent 0 goes
 south (crash, error, exit, hang or die), in `fail_resets` how many resets are still to fail, in `crash_resets` in how
-many the game crashes and SMAC starts another, with `broken` that smac cannot be used, with `hang_replay` what it says.
+many the game crashes and SMAC starts another, with `broken` that smac cannot be used, with `hang_replay` what it says,
+in `seconds_to_close` how long the process of a game waits before it ends a game that hangs.
 """
 
 import os
@@ -57,6 +58,8 @@ class StarCraft2Env:
         self.force_restarts = self.battles_won = self.battles_game = self._episode_count = 0
         self._running, self._sc2_proc = False, None
         note("pids", os.getpid())
+        if read("seconds_to_close"):
+            sys.modules["__main__"].SECONDS_TO_CLOSE = float(read("seconds_to_close"))
 
     def get_env_info(self):
         obs = 3 + self.obs_timestep_number
