@@ -62,8 +62,8 @@ def find(names):
     """name -> checkpoint of a run, None for what may be a scripted policy"""
     everyone = {}
     for name in names:
-        found = {path: Path(path) / "checkpoint.pt" for path in sorted(glob.glob(name))}
-        found = {path: checkpoints.read(file) for path, file in found.items() if file.exists()} or {name: None}
+        runs_found = [path for path in sorted(glob.glob(name)) if (Path(path) / "checkpoint.pt").exists()]
+        found = {path: checkpoints.read_run(path) for path in runs_found} or {name: None}
         for path in found.keys() & everyone.keys():
             raise ValueError(f"{path} is named more than once")
         everyone |= found
@@ -93,6 +93,7 @@ def check_args(args, egos):
     for name, saved in egos.items():
         if saved:
             checkpoints.check_env(name, saved, env)
+            checkpoints.load_script(saved["algorithm"], f"--ego {name}:")
         elif name not in env.policies:
             scripted = ", ".join(env.policies)
             raise ValueError(f"--ego {name}: no run with a checkpoint.pt is there; scripted policies are {scripted}")

@@ -25,7 +25,10 @@ def read_run(folder):
     path = Path(folder) / "checkpoint.pt"
     if not path.is_file():
         raise ValueError(f"there is no checkpoint.pt in {folder}")
-    return read(path)
+    saved = read(path)
+    if "networks" not in saved:
+        raise ValueError(f"{path} is of another version of this project: it has no networks by name")
+    return saved
 
 
 def write(content, path):

@@ -26,7 +26,7 @@ from scripts import ROOT, SCRIPTS, TEAM_SCRIPTS, command_line, read_log, stopped
 import envs
 import iql
 import pretrain_cvae
-from envs import runs
+from envs import checkpoints, runs
 from envs.battle import Battle
 from envs.checkpoints import read
 from envs.episodes import load_runner
@@ -716,7 +716,7 @@ def test_a_run_does_not_import_torch_compile(name, tmp_path):
 OPTIMIZER_STEPS = """
 import sys
 import torch
-from envs import runs
+from envs import checkpoints, runs
 
 if sys.argv[1] == "ours":
     runs._do_not_import_torch_compile()
@@ -778,3 +778,11 @@ def test_random_numbers_depend_on_the_seed_and_the_purpose():
             matches[seed, purpose] = obs.clone()
     different = itertools.combinations(matches.values(), 2)
     assert all(not torch.equal(one, other) for one, other in different)
+
+
+def test_a_checkpoint_of_before_networks_had_names_is_rejected(tmp_path):
+    torch.save({"algorithm": "iql", "env_id": "3m", "online": {}, "target": {}}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="another version of this project"):
+        checkpoints.read_run(tmp_path)
+    with pytest.raises(SystemExit, match=r"--resume .* another version of this project"):
+        train("iql", tmp_path, resume=tmp_path)
