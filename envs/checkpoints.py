@@ -25,10 +25,14 @@ def read_run(folder):
     path = Path(folder) / "checkpoint.pt"
     if not path.is_file():
         raise ValueError(f"there is no checkpoint.pt in {folder}")
-    saved = read(path)
+    return read(path)
+
+
+def networks_of(run, saved):
+    """The weights in a checkpoint, by the name of the network."""
     if "networks" not in saved:
-        raise ValueError(f"{path} is of another version of this project: it has no networks by name")
-    return saved
+        raise ValueError(f"{run} is of another version of this project: it has no networks by name")
+    return saved["networks"]
 
 
 def write(content, path):
@@ -101,6 +105,7 @@ def load_networks(run, env, networks):
     """Loads networks, a dictionary of modules, from a run; returns its checkpoint."""
     saved = read_run(run)
     check_env(run, saved, env)
+    weights = networks_of(run, saved)
     for name, network in networks.items():
-        network.load_state_dict(saved["networks"][name])
+        network.load_state_dict(weights[name])
     return saved

@@ -45,6 +45,7 @@ def parse_args(args_class, script):
     folder = Path(args.resume)
     try:
         saved = checkpoints.read_run(folder)
+        checkpoints.networks_of(folder, saved)
     except ValueError as error:
         raise SystemExit(f"--resume {folder}: {error}") from None
     if saved["algorithm"] != Path(script).stem:
@@ -243,10 +244,11 @@ def initialise_from(run, learner):
     try:
         saved = checkpoints.read_run(run)
         checkpoints.check_env("it", saved, learner.env)
+        networks = checkpoints.networks_of("it", saved)
     except ValueError as error:
         raise SystemExit(f"--init {run}: {error}") from None
     for name, network in learner.networks().items():
-        weights = saved["networks"].get(name)
+        weights = networks.get(name)
         fits = weights is not None and _shapes(weights) == _shapes(network.state_dict())
         if fits:
             network.load_state_dict(weights)

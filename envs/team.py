@@ -243,7 +243,7 @@ def read_pool(pool, env):
         for path in paths:
             saved = checkpoints.read_run(path)
             checkpoints.check_env(path, saved, env)
-            runs.append(PoolRun(path, saved["algorithm"], saved["networks"].get("target_agents", {})))
+            runs.append(PoolRun(path, saved["algorithm"], saved.get("networks", {}).get("target_agents", {})))
     repeated = [path for path, times in Counter(run.path for run in runs).items() if times > 1]
     if repeated:
         raise ValueError(f"the pool names {repeated[0]} more than once")

@@ -350,6 +350,7 @@ def test_of_many_rows_the_table_has_the_sums():
     assert len(evaluate.table(rows).splitlines()) == 2
 
 
+@pytest.mark.slow
 # ---- adaptation ----
 def test_an_ego_continues_to_learn_among_the_others(runs, tmp_path, capfd):
     args = arguments(tmp_path, [runs["qmix"], "nearest"], ["weakest", runs["iql"]], episodes=3, adapt=200)

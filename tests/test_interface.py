@@ -643,6 +643,7 @@ np.save(sys.argv[1], np.stack(rows))
 """
 
 
+@pytest.mark.slow
 def test_plain_python_plays_what_compiled_code_plays(tmp_path):
     histories = []
     for disabled in ("0", "1"):

@@ -521,6 +521,7 @@ def assert_same_weights(found, expected, prefix=""):
     assert all(torch.equal(found[key], expected[key]) for key in expected if key.startswith(prefix))
 
 
+@pytest.mark.slow
 def test_what_pretraining_writes(pretrained):
     folder = pretrained()
     saved, found = checkpoints.read(folder / "vae.pt"), json.loads((folder / "results.json").read_text())

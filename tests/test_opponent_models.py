@@ -426,6 +426,7 @@ def test_a_run_on_the_gpu_is_captured_and_repeats_exactly(name, tmp_path):
     assert results(one)["final"] == results(other)["final"]
 
 
+@pytest.mark.slow
 @ALL
 def test_a_run_repeats_exactly_also_if_it_is_stopped_and_resumed(name, complete, tmp_path, monkeypatch):
     expected, options = complete(name)["run"].folder, options_of(name)
@@ -597,6 +598,7 @@ def test_metrics_of_an_environment_without_places():
     assert metrics["teammate_probe"] == metrics["next_action_probe"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iql", *MODEL_SCRIPTS])
 def test_a_q_network_without_memory_acts_on_what_the_model_remembers(name):
     rounds, module = 20, SCRIPTS[name]

@@ -703,6 +703,7 @@ assert "torch._dynamo" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iql", "omg_iql"])
 def test_a_run_does_not_import_torch_compile(name, tmp_path):
     """That takes seconds at every start."""
@@ -741,6 +742,7 @@ assert sys.argv[1] != "ours" or "torch._dynamo" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_optimisers_compute_exactly_what_those_of_torch_do():
     found = [
         subprocess.run([sys.executable, "-c", OPTIMIZER_STEPS, which], check=True, cwd=ROOT, capture_output=True).stdout
@@ -783,6 +785,6 @@ def test_random_numbers_depend_on_the_seed_and_the_purpose():
 def test_a_checkpoint_of_before_networks_had_names_is_rejected(tmp_path):
     torch.save({"algorithm": "iql", "env_id": "3m", "online": {}, "target": {}}, tmp_path / "checkpoint.pt")
     with pytest.raises(ValueError, match="another version of this project"):
-        checkpoints.read_run(tmp_path)
+        checkpoints.networks_of(tmp_path, checkpoints.read_run(tmp_path))
     with pytest.raises(SystemExit, match=r"--resume .* another version of this project"):
         train("iql", tmp_path, resume=tmp_path)

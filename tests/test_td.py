@@ -589,6 +589,7 @@ def test_iql_finds_the_best_of_a_matrix_game():
     assert train("iql", matrix_game, rounds=15) == 6
 
 
+@pytest.mark.slow
 def test_qmix_finds_the_best_of_the_two_step_game():
     assert train("qmix", two_step_game, rounds=40) == 8
 
