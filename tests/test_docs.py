@@ -134,6 +134,7 @@ def keys_on(page):
     return {numbered(key) for key in KEY.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_logged_key_is_documented(name, logged_keys):
     keys = logged_keys(name)
@@ -142,6 +143,7 @@ def test_every_logged_key_is_documented(name, logged_keys):
     assert keys - keys_on(name) - keys_on("iql") == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [*SCRIPTS, "pretrain_cvae", "scripts"])
 def test_every_documented_key_is_logged(page, logged_keys):
     assert keys_on(page) - set().union(*map(logged_keys, (*SCRIPTS, "pretrain_cvae"))) == set()

@@ -295,6 +295,7 @@ def test_metrics_of_a_model_are_measured_other_by_other(runs, tmp_path, monkeypa
     assert sorted(sizes) == [6] * 2 * 4 + [12] * 2 * 4  # small rounds: one of each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL_SCRIPTS)
 def test_scripts_with_a_model(runs, name, tmp_path):
     """As egos with their metrics and a picture, and as others."""

@@ -536,6 +536,7 @@ def start_script(action):
     return script
 
 
+@pytest.mark.slow
 def test_exception_leaves_no_process(world):
     script = start_script(action=99)
     _, errors = script.communicate(timeout=60)

@@ -594,6 +594,7 @@ def test_qmix_finds_the_best_of_the_two_step_game():
     assert train("qmix", two_step_game, rounds=40) == 8
 
 
+@pytest.mark.slow
 def test_vdn_cannot_represent_the_two_step_game():
     """The best sum for the table of 0, 1, 1 and 8 has 6.5 for its best entry, which is below 7."""
     assert train("vdn", two_step_game, rounds=40) == 7
