@@ -684,8 +684,8 @@ class Learner:
         q_values = torch.where(mask, q_taken, 0.0).sum() / mask.sum()
         return td_loss, {"losses/td_loss": td_loss, "losses/q_values": q_values}
 
-    def losses(self, batch):
-        """The sum of both losses. On the GPU the opponent model's part runs on a second stream, backwards too."""
+    def update(self, batch):
+        """One step of the optimiser. On the GPU the opponent model's part runs on a second stream, backwards too."""
         inputs = self.inputs(batch)
         obs, last_action, _ = inputs
         seat = batch["seat"][0]
@@ -704,11 +704,9 @@ class Learner:
             q, next_h = self.agents(obs, last_action, h, seat, subgoal)
         td_loss, logs = self.td_loss(batch, inputs, subgoal, q, next_h)
         self.side_stream.join()
-        self.shared = obs, subgoal  # both streams' backward passes need them: they must not be freed in between
-        return td_loss + model_loss, logs | model_logs
+        loss, logs = td_loss + model_loss, logs | model_logs
 
-    def update(self, batch):
-        loss, logs = self.losses(batch)
+        # both streams' backward passes need `obs` and `subgoal`: as local variables they are not freed in between
         self.optimizer.zero_grad()
         loss.backward()
         logs["losses/grad_norm"] = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)

@@ -226,7 +226,7 @@ def test_the_q_network_has_the_selected_subgoal_with_its_probability(options, sh
     learner.set_mix_probability(0.3)
     subgoals = []
     learner.agents.register_forward_pre_hook(lambda _, inputs: subgoals.append(inputs[4].clone()))
-    learner.losses(long_batch(env))
+    reference.loss_of(learner, long_batch(env))
     unrolls = [subgoal for subgoal in subgoals if len(subgoal) > 1]  # the others are single steps
     assert len(unrolls) == 1 + learner.mixing == 1 + (share > 0)
     inferred, used = unrolls[0], unrolls[-1]
@@ -242,7 +242,7 @@ def test_the_target_of_the_kl_divergence_is_the_selected_subgoal_with_its_probab
     monkeypatch.setattr(omg_iql, "kl_divergence", lambda *codes: targets.append(codes[2:]) or kl_divergence(*codes))
     for probability in (0.0, 0.3, 1.0):
         learner.set_mix_probability(probability)
-        learner.losses(batch)
+        reference.loss_of(learner, batch)
         for target, acted in zip(targets.pop(), (batch["mean"], batch["log_variance"])):
             share = (target != acted[:-1])[:40].all(-1).float().mean().item()
             assert share == pytest.approx(probability, abs=0.04 if probability == 0.3 else 0)
@@ -257,7 +257,7 @@ def test_updates_without_mixing_are_those_with_probability_0():
             learner.set_mix_probability(0)
         assert learner.mixing == mixing
         torch.manual_seed(1)
-        loss, logs = learner.losses(batch)
+        loss, logs = reference.loss_of(learner, batch)
         loss.backward()
         found.append([loss, *logs.values(), *(p.grad for p in (*learner.parameters, *learner.model_parameters))])
     assert all(map(torch.equal, *found))
@@ -270,7 +270,7 @@ def test_updates_without_mixing_are_those_with_probability_0():
     ids=str,
 )
 def test_losses_are_the_models_and_the_q_networks_one_after_the_other(options):
-    """The order of `losses`, which is for two streams, makes no difference: by hand there are no streams."""
+    """The order of `update`, which is for two streams, makes no difference: by hand there are no streams."""
     env, found = env_spec(), []
     batch = random_batch(env)
 
@@ -286,7 +286,7 @@ def test_losses_are_the_models_and_the_q_networks_one_after_the_other(options):
         td_loss, logs = learner.td_loss(batch, inputs, subgoal, q, hidden)
         return td_loss + model_loss, logs | model_logs
 
-    for compute in (lambda learner: learner.losses(batch), by_hand):
+    for compute in (lambda learner: reference.loss_of(learner, batch), by_hand):
         learner = make_learner(env, **options)
         learner.set_mix_probability(0.5)
         torch.manual_seed(1)
