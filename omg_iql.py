@@ -94,7 +94,7 @@ import torch.nn.functional as F  # noqa: E402
 import envs  # noqa: E402
 import pretrain_cvae  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, load_runner, round_up  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, gather, load_runner, round_up  # noqa: E402
 from envs.metrics import hit_ratio, linear_probe, q_sensitivity  # noqa: E402
 from envs.team import Team  # noqa: E402
 
@@ -521,7 +521,7 @@ class ReplayBuffer:
             rows = min(round_up(steps, self.length_unit), self.max_length) + 1
             batch = {"lengths": self.batch["lengths"].copy_(lengths)}
             for name, data in self.data.items():
-                batch[name] = self.batch[name][:rows].copy_(data[:rows].index_select(1, episodes))
+                batch[name] = gather(data[:rows], episodes, self.batch[name][:rows])
             yield batch
 
     def state_dict(self):

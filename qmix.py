@@ -77,7 +77,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import envs  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, load_runner, round_up  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, load_runner, round_up  # noqa: E402
 from envs.team import Team  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
@@ -366,7 +366,7 @@ class ReplayBuffer:
             rows = min(round_up(steps, self.length_unit), self.max_length) + 1
             batch = {"lengths": self.batch["lengths"].copy_(lengths)}
             for name, data in self.data.items():
-                batch[name] = self.batch[name][:rows].copy_(data[:rows].index_select(1, episodes))
+                batch[name] = gather(data[:rows], episodes, self.batch[name][:rows])
             yield batch
 
     def state_dict(self):

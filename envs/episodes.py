@@ -303,3 +303,10 @@ def load_runner(run, env, team=None):
 
 def round_up(number, multiple):
     return -(-number // multiple) * multiple
+
+
+def gather(values, episodes, out):
+    """values[:, episodes], written to `out`, which may be on another device; returns `out`."""
+    if values.device == out.device:
+        return torch.index_select(values, 1, episodes, out=out)
+    return out.copy_(values.index_select(1, episodes))
