@@ -261,3 +261,25 @@ def load_weights(source, name, network, weights):
             shapes = [tuple(shapes[key]) if key in shapes else "nothing" for shapes in (expected, found)]
             raise ValueError(f"{source} does not fit the script: {name}.{key} is {shapes[1]}, not {shapes[0]}")
     network.load_state_dict(weights)
+
+
+def load_optimizer(optimizer, saved):
+    """Loads the state of an optimiser; a ValueError says what does not fit."""
+    current = optimizer.state_dict()
+    groups, expected = saved.get("param_groups"), current["param_groups"]
+    kinds = [{key: type(value) for key, value in group.items()} for group in expected]
+    if (
+        not isinstance(groups, list)
+        or [{key: type(value) for key, value in group.items()} for group in groups] != kinds
+    ):
+        raise ValueError("the optimizer has other options")
+    if [group["params"] for group in groups] != [group["params"] for group in expected]:
+        raise ValueError("the optimizer is of other networks")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in saved["state"].items():
+        if number not in range(len(parameters)):
+            raise ValueError("the optimizer is of other networks")
+        for name, value in values.items():
+            if torch.is_tensor(value) and value.shape not in ((), parameters[number].shape):
+                raise ValueError(f"the optimizer's {name} {number} is {tuple(value.shape)}")
+    optimizer.load_state_dict(saved)

@@ -44,6 +44,9 @@ LARGEST = {
 CHANGEABLE = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
 
 
+_size_limits = []
+
+
 # ---- ending ----
 class Exit(SystemExit):
     """Ends the program with a message and an exit code."""
@@ -115,12 +118,12 @@ def parse_args(args_class, script):
     defaults = asdict(args_class())
     given = asdict(args)
     if unknown := saved["args"].keys() - defaults.keys():
-        raise UsageError(f"--resume {folder} is of another version: it has {', '.join(sorted(unknown))}")
+        raise UsageError(f"--resume {folder} is of another version: it has {', '.join(sorted(map(str, unknown)))}")
     try:
         checkpoints.check_types("it", args_class, saved["args"])
     except ValueError as error:
         raise UsageError(f"--resume {folder}: {error}") from None
-    checkpoints.limit_sizes(folder, saved, UsageError)
+    _size_limits.append(checkpoints.limit_sizes(folder, saved, UsageError))  # until they are loaded
     previous = {**defaults, **saved["args"]}  # an older run may lack an option
     invalid = [
         f"{option(name)} {previous[name]} (not {value})"
@@ -642,11 +645,13 @@ class Run:
         return name if name != self.resume_file else f"resume-{self.steps}-2.pt"
 
     def restore(self):
+        while _size_limits:
+            _size_limits.pop().remove()
         try:
             saved = checkpoints.load_networks(self.folder, self.env, self.learner.networks())
             self.progress = saved["progress"]
             self.learner.updates = saved["updates"]
-            self.learner.optimizer.load_state_dict(saved["optimizer"])
+            checkpoints.load_optimizer(self.learner.optimizer, saved["optimizer"])
             self.resume_file = saved.get("resume")
             if self.resume_file is not None:
                 self._restore_exactly(self.folder / self.resume_file)
