@@ -86,9 +86,9 @@ class FolderLock:
             owner = _owner(file)
             file.close()
             raise ValueError(f"{self.folder} is in use by {owner}") from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        with contextlib.suppress(OSError):  # it is locked even where nothing can be written
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self.file = file
 
     def release(self):

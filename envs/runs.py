@@ -453,8 +453,10 @@ class Run:
         self.lock = files.FolderLock(self.folder)
         try:
             self.lock.acquire()
-        except (ValueError, OSError) as error:
-            raise UsageError(f"--resume {error}") from None
+        except ValueError as error:
+            raise UsageError(error) from None
+        except OSError as error:
+            raise UsageError(f"{self.folder} cannot be written to ({error.strerror})") from None
         device = env.device.type.upper()
         print(f"{self.folder}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device}")
         self.resume_file = None
