@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import envs
-from envs import starcraft2
+from envs import episodes, starcraft2, starcraft2_worker
 from envs.battle_data import MAPS
+from envs.episodes import EpisodeRunner, GameFailed, RandomPlayer, Stopped
+from envs.team import Team
 
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
 FAKE = Path(__file__).parent / "fake_smac"
@@ -54,6 +56,9 @@ class World:
 
     def south(self, fault):
         (self.notes / "south").write_text(fault)
+
+    def every_step(self, fault):
+        (self.notes / "every_step").write_text(fault)
 
     def read(self, name):
         file = self.notes / name
@@ -469,11 +474,108 @@ def test_game_that_does_not_start_is_tried_again(world, fault, reason):
 def test_game_that_never_starts_is_an_error(world):
     (world.notes / "fail_resets").write_text("99")
     env = world.make("sc2/3m", num_envs=2)
-    with pytest.raises(RuntimeError, match=r"did not start in 3 attempts: SystemExit: .*random_agents"):
+    with pytest.raises(GameFailed, match=r"failed 5 times in a row .*SystemExit: .*random_agents"):
         env.reset()
     assert not world.running()
     with pytest.raises(RuntimeError, match="closed"):
         env.reset()
+
+
+def make_runner(env):
+    return EpisodeRunner(env, Team(env, "self"), RandomPlayer())
+
+
+def test_game_that_crashes_at_every_step_ends_an_evaluation(world):
+    world.every_step("crash")
+    env = world.make("sc2/3m")
+    message = "sc2/3m: game 0 failed 5 times in a row without finishing a match "
+    with pytest.raises(GameFailed, match=message) as error, pytest.warns(RuntimeWarning) as warnings:
+        make_runner(env).evaluate(1)
+    assert "\n" not in str(error.value) and "the game crashed" in str(error.value)
+    assert env.restarts == 4 and not world.running()
+    shown = [str(warning.message) for warning in warnings if "is restarted" in str(warning.message)]
+    assert [f"(restart {number})" in text for number, text in enumerate(shown, 1)] == [True] * 4
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_failures_are_counted_since_the_last_match_that_was_finished(world, monkeypatch):
+    monkeypatch.setattr(starcraft2, "MAX_FAILURES", 2)
+    world.south("crash")
+    env = world.make("sc2/3m")
+    for _ in range(2):
+        env.reset()
+        assert env.step(one_goes_south(env))[-1]["invalid"].all()
+        env.reset()
+        for _ in range(2):
+            env.step(attack(env))
+        assert env.terminated.all()
+    env.reset()
+    env.step(one_goes_south(env))
+    env.reset()
+    with pytest.raises(GameFailed, match="game 0 failed 2 times in a row"):
+        env.step(one_goes_south(env))
+    assert env.restarts == 3
+
+
+def test_rounds_without_a_valid_match_end():
+    from scripts import two_step_game
+
+    game = two_step_game(2)
+    runner = make_runner(game)
+    runner.evaluate(2)
+    game.info["invalid"].fill_(True)
+    with pytest.raises(GameFailed, match=f"no valid match in {episodes.MAX_INVALID_ROUNDS} rounds in a row"):
+        runner.evaluate(2)
+
+
+# ---- asked to stop ----
+def test_stop_is_asked_for_in_every_step(world):
+    env = world.make("sc2/3m", num_envs=2)
+    runner = make_runner(env)
+    asked = []
+    runner.should_stop = lambda: asked.append(env.steps.max().item())
+    runner.play()
+    assert set(asked) >= set(range(int(runner.lengths.max())))
+    runner.should_stop = lambda: env.steps.max() == 1
+    with pytest.raises(Stopped):
+        runner.play()
+    assert env.steps.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("hanging", ["every_step", "hang_resets"])
+def test_stop_is_asked_for_while_a_game_hangs(world, monkeypatch, hanging):
+    (world.notes / hanging).write_text("hang")
+    monkeypatch.setattr(starcraft2_worker, "SECONDS_TO_CLOSE", 1.0)  # then it is killed
+    env = world.make("sc2/3m", step_timeout=1e6, reset_timeout=1e6)
+    runner = make_runner(env)
+    runner.should_stop = lambda: len(world.read("hangs")) > 0
+    with pytest.raises(Stopped):
+        runner.evaluate(1)
+    assert env.restarts == 0 and not world.running()
+
+
+@posix
+def test_start_can_be_interrupted(world, monkeypatch):
+    """Ctrl-C while smac is imported, which here never ends."""
+    slow = world.notes / "slow"
+    (slow / "smac" / "env" / "starcraft2").mkdir(parents=True)
+    (slow / "smac" / "__init__.py").touch()
+    (slow / "smac" / "env" / "__init__.py").write_text(
+        "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(600)"
+    )
+    monkeypatch.syspath_prepend(slow)
+    monkeypatch.setattr(starcraft2_worker, "SECONDS_TO_CLOSE", 1.0)
+    started = []
+    monkeypatch.setattr(
+        starcraft2, "Process", lambda *given, make=starcraft2.Process: started.append(make(*given)) or started[-1]
+    )
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            world.make("sc2/3m", reset_timeout=1e6)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert not is_running(started[0]._process.pid)
 
 
 # ---- nothing is left behind ----
