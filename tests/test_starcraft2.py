@@ -761,7 +761,7 @@ def compare(real, battle, policies, state_scale=1.0):
             actions = torch.where(info["alive"], actions, NO_OP)
             *result, info = battle.step(actions)
             assert_same(real.step(actions), (*result, info), state_scale)
-            over = bool(real.terminated | info["won"] | result[-1])
+            over = bool(result[-2] | result[-1])  # terminated, truncated
         ends.append("won" if info["won"] else "time" if result[-1] else "lost")
     return ends
 
