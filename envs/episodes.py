@@ -24,12 +24,17 @@ import torch
 from envs import checkpoints
 
 CHUNK = 8  # steps captured in one CUDA graph, between two checks whether all matches are over
+MAX_INVALID_ROUNDS = 20  # in a row, before giving up
 PER_AGENT = ("action", "reward", "obs", "avail", "alive")  # recorded for the learner's seats; all_<name>: for everybody
 OF_STEP = ("action", "all_action", "reward", "all_reward", "terminated")  # recorded with the step; the rest after it
 
 
 class Stopped(Exception):
     """Raised by an EpisodeRunner that leaves its game because the run was asked to stop."""
+
+
+class GameFailed(RuntimeError):
+    """A game has failed so often that it is given up; the message is one line."""
 
 
 class Inputs(NamedTuple):
@@ -115,6 +120,8 @@ class EpisodeRunner:
         self.env = env
         self.team = team
         self.player = player
+        self.should_stop = None  # without arguments; asked in each step of a game that is not simulated
+        self.invalid_rounds = 0  # in a row
         rows = round_up(env.episode_limit, CHUNK) + 1
         values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
         values |= self.outputs
@@ -163,6 +170,8 @@ class EpisodeRunner:
     @torch.no_grad()
     def _play_chunk(self):
         for row in range(CHUNK):
+            if not self.env.simulated:
+                self.check_stop()
             action = self.act()
             obs, reward, terminated, truncated, info = self.env.step(action)
             fields = self._fields(action=action, reward=reward, terminated=terminated, obs=obs, **info)
@@ -170,12 +179,26 @@ class EpisodeRunner:
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
 
+    def check_stop(self):
+        """Raises Stopped when the caller wants an end."""
+        if self.should_stop is not None and self.should_stop():
+            raise Stopped
+
     def play(self, epsilon=0.0):
         """Plays one episode of every match.
 
         Returns (returns (matches, seats), lengths, won, valid), all overwritten by the next call. Matches of the real
-        game that failed are not valid.
+        game that failed are not valid. Raises Stopped or GameFailed.
         """
+        if self.env.simulated:
+            return self._play(epsilon)
+        self.env.while_waiting = self.check_stop
+        try:
+            return self._play(epsilon)
+        finally:
+            self.env.while_waiting = None
+
+    def _play(self, epsilon):
         self.team.draw()
         obs, info = self.env.reset()
         self.running.fill_(True)
@@ -192,7 +215,11 @@ class EpisodeRunner:
                 self.episodes[name][first : first + CHUNK] = values
             if not self.running.any():
                 break
-        return self.episodes["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
+        valid = ~info["invalid"]
+        self.invalid_rounds = 0 if valid.any() else self.invalid_rounds + 1
+        if self.invalid_rounds == MAX_INVALID_ROUNDS:
+            raise GameFailed(f"{self.env.name}: no valid match in {MAX_INVALID_ROUNDS} rounds in a row")
+        return self.episodes["reward"].sum(0), self.lengths, info["won"], valid
 
     def collect(self, steps):
         """At least `steps` steps in two or more rounds, a dictionary of copies each; invalid matches are left out.
