@@ -124,7 +124,7 @@ def test_a_stopped_sweep_is_continued_by_the_same_command(tmp_path, number):
     wait_for(lambda: len(list(tmp_path.glob("runs/*/checkpoint.pt"))) == 2)
     process.send_signal(number)
     output, _ = process.communicate()
-    assert process.returncode == 1 and "stopped with 3 of 3 runs to do: the same command goes on" in output
+    assert process.returncode == 128 + number and "stopped with 3 of 3 runs to do: the same command goes on" in output
     saved = {json.loads(path.read_text())["steps"] for path in tmp_path.glob("runs/*/checkpoint.pt")}
     assert max(saved) < 20
     os.rename(tmp_path / "runs", tmp_path / "elsewhere")  # another machine, say
@@ -359,11 +359,12 @@ def pretend(plan, root, seed=0):
                                                ("homologue", "all", 40), ("non-homologue", "mixed", 40))
             ]  # fmt: skip
             (root / job.name).mkdir(parents=True)
-            (root / job.name / "results.json").write_text(json.dumps({"rows": rows}))
+            (root / job.name / "results.json").write_text(json.dumps({"rows": rows, "seconds": 1.0, "args": {}}))
         else:
             final = {"win_rate": rng.random(), "episodic_return": 5 * rng.random()}
             evals = [{"steps": step, **final} for step in (1, 2)]
-            about = {"args": {"cuda": False}, "versions": {"python": "3"}, "final": final, "evals": evals}
+            about = {"args": {"cuda": False}, "versions": {"python": "3"}, "final": final, "best": final}
+            about |= {"evals": evals, "seconds": 1.0}
             (root / f"{job.name}__1").mkdir(parents=True)
             (root / f"{job.name}__1" / "results.json").write_text(json.dumps(about))
 
@@ -449,7 +450,7 @@ class InProcess:
     def room(self):
         return 1
 
-    def start(self, job, root, run_root, resume, log):
+    def start(self, job, root, run_root, resume, log, lock):
         cwd = Path.cwd()
         os.chdir(self.folder)
         try:
