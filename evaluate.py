@@ -240,7 +240,7 @@ def student(freedom):
 def check_names(ego, saved):
     """Raises a ValueError if a run's arguments would lead its folder elsewhere, or be taken for other options."""
     name = saved["args"].get("exp_name")
-    if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+    if not isinstance(name, str) or Path(name).name != name or "\\" in name or name == "..":
         raise ValueError(f"{ego}: exp_name is a name without a path, not {name!r}")
     for key, value in saved["args"].items():
         words = value if isinstance(value, (list, tuple)) else [value]

@@ -62,6 +62,7 @@ while state["steps"] < args.total_timesteps:
     if crashes and state["steps"] >= int(crash_at) and len(state["launches"]) <= int(times):
         raise RuntimeError("crashed on purpose")
     if stopping:
+        print("stops", flush=True)
         wait_for(args.end_after)
         sys.exit(143)
 if args.reads:
