@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -580,6 +581,9 @@ def test_names_of_files_do_not_lead_elsewhere(tmp_path, name):
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
 
 
+QUICK_TO_NOTICE = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}  # that a node is lost
+
+
 @posix
 @pytest.mark.slow
 def test_on_a_cluster_a_run_that_loses_its_node_is_resumed_elsewhere(tmp_path):
@@ -590,8 +594,7 @@ def test_on_a_cluster_a_run_that_loses_its_node_is_resumed_elsewhere(tmp_path):
     options = ("--pause", 0.1, "--total-timesteps", 60, "--reads", "input/number.json")
     (tmp_path / "input").mkdir()
     (tmp_path / "input" / "number.json").write_text('{"steps": 7}')
-    quick_to_notice = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}  # a lost node
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": quick_to_notice})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": QUICK_TO_NOTICE})
     try:
         _, other = (cluster.add_node(num_cpus=2) for _ in range(2))
         cluster.wait_for_nodes()
@@ -618,6 +621,69 @@ def test_on_a_cluster_a_run_that_loses_its_node_is_resumed_elsewhere(tmp_path):
         assert not failed and output.count("goes on") == output.count("starts") == 2, output
     finally:
         cluster.shutdown()
+
+
+def stop_in_a_save(run):
+    """Stops the process of a run while it saves; returns its number."""
+    pid = int(re.search(r"process (\d+)", files.is_locked(run))[1])
+    for pause in itertools.cycle((0.003, 0.005, 0.007, 0.011)):
+        os.kill(pid, signal.SIGSTOP)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ":
+            time.sleep(0.001)
+        if any(path.suffix == ".part" for path in run.iterdir()):
+            return pid
+        assert not (run / "results.json").exists(), "it was not met in a save"
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(pause)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.slow
+def test_on_a_cluster_a_run_whose_node_is_lost_in_a_save_ends_as_if_it_had_not_been(tmp_path):
+    """A training script, on nodes that have different folders for temporary files."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    words = ("--env-ids", "stag_hunt_4x4", "--seeds", 1)
+    sizes = {
+        "num-envs": 4, "batch-size": 4, "buffer-size": 64, "train-frequency": 60, "total-timesteps": 4000,
+        "hidden-dim": 16, "eval-interval": 1000, "eval-episodes": 4, "final-eval-episodes": 8, "checkpoint-interval": 0,
+    }  # fmt: skip
+    options = [word for name, value in sizes.items() for word in (f"--{name}", value)]
+    nodes, lost = {}, None
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": QUICK_TO_NOTICE})
+    try:
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            nodes[name] = cluster.add_node(num_cpus=1, env_vars={"TMPDIR": str(tmp_path / name)})
+        cluster.wait_for_nodes()
+        ray_words = (*words, "--run-root", "cluster", "--ray-address", cluster.address)
+        process = start_sweep(tmp_path, *ray_words, scripts=("iql.py",), options=options)
+        wait_for(lambda: list(tmp_path.glob("cluster/*/resume-*.pt")), 200)
+        (run_there,) = tmp_path.glob("*/omg-marl-run-*/stag_hunt_4x4__*")
+        lost = run_there.parent.parent.name
+        pid = stop_in_a_save(run_there)
+        cluster.remove_node(nodes[lost], allow_graceful=False)
+        os.kill(pid, signal.SIGKILL)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0 and "lost its node" in output and "goes on" in output, output
+    finally:
+        cluster.shutdown()
+    assert list(tmp_path.glob(f"{lost}/omg-marl-[0-9]*/*/iql.py")), "it was at work there"
+    failed, output = run(tmp_path, *words, "--jobs", 2, scripts=("iql.py",), options=options)
+    assert not failed, output
+    ends = []
+    for root in ("cluster", "runs"):
+        (folder,) = tmp_path.glob(f"{root}/stag_hunt_4x4__*")
+        assert not list(folder.glob("resume-*.pt")), "a complete run has none"
+        results = json.loads((folder / "results.json").read_text())
+        evals = [{key: value for key, value in one.items() if key != "seconds"} for one in results["evals"]]
+        networks = torch.load(folder / "checkpoint.pt", weights_only=True)["networks"]
+        ends.append((results["final"], evals, results["steps"], results["updates"], networks))
+    assert ends[0][:4] == ends[1][:4]
+    for name, weights in ends[0][4].items():
+        for key, value in weights.items():
+            assert torch.equal(value, ends[1][4][name][key]), f"{name}.{key}"
 
 
 def test_without_ray_the_message_says_how_to_get_it(tmp_path, monkeypatch):
