@@ -79,7 +79,7 @@ def check_args(args, egos):
     """
     if not egos or not args.others:
         raise ValueError("--ego and --others name somebody")
-    runs.check_ranges(args, positive="episodes num_envs adapt")
+    runs.check_ranges(args, positive="episodes num_envs adapt", non_negative="seed")
     known = [saved for saved in (egos if any(egos.values()) else find(args.others)).values() if saved]
     if not known and not args.env_id:
         raise ValueError("there is no run among egos and others: --env-id says what scripted policies are to play")
@@ -406,4 +406,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args))
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        raise runs.UsageError(f"error: {error}") from None

@@ -111,24 +111,24 @@ def check_args(args):
     runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
     smallest = max(args.batch_size, args.num_envs)
     if args.buffer_size is not None and args.buffer_size < smallest:
-        raise SystemExit(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
+        raise runs.UsageError(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
 
 
 def make_env(args, num_envs, device, purpose):
     try:
         return envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
     except ValueError as error:
-        raise SystemExit(f"--env-id {args.env_id}: {error}") from None
+        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
 
 
 def make_team(args, env, purpose):
     if env.n_agents == 1:
-        raise SystemExit("--n-agents 1: there is nobody to model")
+        raise runs.UsageError("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
         return Team(env, args.team, ("liam", "learner"), *others, runs.seed_for(args.seed, purpose))
     except ValueError as error:
-        raise SystemExit(f"--team {args.team}: {error}") from None
+        raise runs.UsageError(f"--team {args.team}: {error}") from None
 
 
 # ALGO LOGIC: networks
@@ -388,6 +388,7 @@ class ReplayBuffer:
         if "episodes" not in state:
             print("This run was saved without its buffer: going on with an empty one.")
             return
+        runs.check_buffer(state, self.data, self.max_length)
         self.lengths = state["lengths"]
         self.cursor = state["cursor"]
         for name, values in state["episodes"].items():

@@ -28,6 +28,10 @@ PER_AGENT = ("action", "reward", "obs", "avail", "alive")  # recorded for the le
 OF_STEP = ("action", "all_action", "reward", "all_reward", "terminated")  # recorded with the step; the rest after it
 
 
+class Stopped(Exception):
+    """Raised by an EpisodeRunner that leaves its game because the run was asked to stop."""
+
+
 class Inputs(NamedTuple):
     """What a player acts on."""
 
@@ -190,6 +194,21 @@ class EpisodeRunner:
                 break
         return self.episodes["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
 
+    def collect(self, steps):
+        """At least `steps` steps in two or more rounds, a dictionary of copies each; invalid matches are left out.
+
+        `mask` (rows, matches, seats) is set where the learner's seat is alive.
+        """
+        rounds, played = [], 0
+        while played < steps or len(rounds) < 2:
+            _, lengths, _, valid = self.play()
+            played += int(lengths.sum())
+            rows = torch.arange(int(lengths.max()) + 1, device=lengths.device).view(-1, 1, 1)
+            episodes = {name: values[: len(rows), valid].clone() for name, values in self.episodes.items()}
+            episodes["mask"] = episodes["alive"] & (rows <= lengths[valid].unsqueeze(-1))
+            rounds.append(episodes)
+        return rounds
+
     def evaluate(self, count):
         """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones."""
         results = []
@@ -280,7 +299,7 @@ class SeatSelection:
 def load_player(run, env, seats):
     """The greedy policy of a run of any script, playing `seats` (matches, seats) of matches like those of `env`."""
     script, args = checkpoints.script_of(run)
-    with preserved_rng(env.device):  # networks are initialised at random before they are loaded
+    with preserved_rng(env.device), checkpoints.limited_sizes(run):  # networks are initialised before they are loaded
         if getattr(args, "share_parameters", True) or seats.shape[1] == env.n_agents:
             return script.load_player(run, env, seats)
         every_seat = torch.arange(env.n_agents, device=env.device).repeat(len(seats), 1)
