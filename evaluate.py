@@ -403,7 +403,9 @@ def main(args):
 
 
 if __name__ == "__main__":
+    args = tyro.cli(Args)
+    runs.exit_on_signals()
     try:
-        main(tyro.cli(Args))
+        main(args)
     except ValueError as error:
         raise runs.UsageError(f"error: {error}") from None

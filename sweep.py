@@ -362,7 +362,7 @@ class Runner:
         found = {}
         for path in self.folder.rglob(pattern):
             with contextlib.suppress(FileNotFoundError):  # the script puts files in place of others
-                if path.is_file() and path.suffix != ".part" and path.name not in ("lock", ".lock"):
+                if path.is_file() and path.suffix != ".part" and path.name != ".lock":
                     facts = path.stat()
                     found[path] = facts.st_mtime_ns, facts.st_size, facts.st_ino
         return found

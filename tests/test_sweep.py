@@ -345,10 +345,17 @@ def test_what_another_sweep_began_in_the_meantime_is_not_begun_again(tmp_path, c
     assert (f"{second.name}.lock is in use by process {os.getpid()}" in capsys.readouterr().out) != complete
 
 
-def test_invalid_arguments_are_not_tried_again(tmp_path):
-    failed, output = run(tmp_path, "--env-ids", "a", "--seeds", 1, options=("--no-such-option",))
-    assert failed and output.count("was rejected: toy_script.py: error: unrecognized arguments") == 1
-    assert "crashed" not in output and "goes on" not in output and output.count("starts") == 1
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [
+        (TOY, ("--no-such-option",), "unrecognized arguments"),
+        ("iql.py", ("--gamma", 7), "--gamma is from 0 to 1, not 7"),
+    ],
+)
+def test_invalid_arguments_are_not_tried_again(tmp_path, script, options, message):
+    failed, output = run(tmp_path, "--env-ids", "3m", "--seeds", 1, scripts=(script,), options=options)
+    assert failed and output.count("was rejected: ") == output.count(message) == output.count("starts") == 1, output
+    assert "crashed" not in output and "goes on" not in output
 
 
 # ---- files ----
@@ -550,7 +557,7 @@ for step in range(1, 400):
     (run / "checkpoint.part").write_bytes(b"%d" % step)
     os.replace(run / "checkpoint.part", run / "checkpoint.pt")
     (run / f"resume-{step - 1}.pt").unlink(missing_ok=True)
-    (run / "lock").touch()
+    (run / ".lock").touch()
 (run / f"resume-{step}.pt").unlink()
 """
 

@@ -24,7 +24,7 @@ args, started, stopping = parser.parse_args(), time.time(), []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: stopping.append(1))
 if os.environ.get("OMG_STOP_ON_EOF") == "1":
-    threading.Thread(target=lambda: stopping.append(sys.stdin.read()), daemon=True).start()
+    threading.Thread(target=lambda: stopping.append(os.read(0, 1)), daemon=True).start()
 
 
 def wait_for(file):
