@@ -118,23 +118,8 @@ def check_args(args):
     if args.mix == "kl-target" and args.q_subgoal != "mixed":
         raise runs.UsageError("--q-subgoal is for --mix q-input: with kl-target the Q-network has the inferred subgoal")
     runs.resolve_device(args)
-    real_game = args.env_id.startswith("sc2/")
-    single = args.team != "self" and not real_game  # one learner: a match has less to learn from
-    if args.cuda:
-        defaults = {"num_envs": 1024, "total_timesteps": 20_000_000, "batch_size": 64}
-        defaults["train_frequency"] = 1000 if single else 2000
-    elif single:
-        defaults = {"num_envs": 512, "total_timesteps": 4_000_000, "batch_size": 32, "train_frequency": 400}
-    else:
-        defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
-    if real_game:  # slow: it is learned from more often
-        defaults |= {"num_envs": 8, "train_frequency": 60}
-    defaults["pretrain_timesteps"] = 2_000_000 if args.cuda else 100_000
-    runs.fill_in(args, defaults)
-    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
-    smallest = max(args.batch_size, args.num_envs)
-    if args.buffer_size is not None and args.buffer_size < smallest:
-        raise runs.UsageError(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
+    runs.fill_in(args, {"pretrain_timesteps": 2_000_000 if args.cuda else 100_000})
+    runs.fill_in_sizes(args)
 
 
 def make_env(args, num_envs, device, purpose):

@@ -179,6 +179,26 @@ def fill_in(args, defaults):
             setattr(args, name, value)
 
 
+def fill_in_sizes(args):
+    """Sets the sizes of a run that were not given: they depend on the device and on how many seats learn."""
+    real_game = args.env_id.startswith("sc2/")
+    single = args.team != "self" and not real_game  # one learner: a match has less to learn from
+    if args.cuda:
+        defaults = {"num_envs": 1024, "total_timesteps": 20_000_000, "batch_size": 64}
+        defaults["train_frequency"] = 1000 if single else 2000
+    elif single:
+        defaults = {"num_envs": 512, "total_timesteps": 4_000_000, "batch_size": 32, "train_frequency": 400}
+    else:
+        defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
+    if real_game:  # slow: it is learned from more often
+        defaults |= {"num_envs": 8, "train_frequency": 60}
+    fill_in(args, defaults)
+    fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
+    smallest = max(args.batch_size, args.num_envs)
+    if args.buffer_size is not None and args.buffer_size < smallest:
+        raise UsageError(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
+
+
 def seed_for(seed, purpose):
     """A seed for one purpose. Other seeds and other purposes have unrelated random numbers."""
     words = np.random.SeedSequence([seed, *purpose.encode()]).generate_state(2)
