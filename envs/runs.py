@@ -36,7 +36,7 @@ from envs import checkpoints, files
 from envs.episodes import Stopped
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-RETRY = 60.0  # seconds until a save that failed is tried again
+RETRY = 60.0  # seconds until a file that could not be written is tried again
 LARGEST = {
     **dict.fromkeys(("hidden_dim", "latent_dim", "mixing_dim", "hypernet_dim", "horizon"), 2**13),
     **dict.fromkeys(("num_envs", "batch_size"), 2**22),
@@ -400,6 +400,7 @@ class Log:
         self.folder = folder
         self.writer = None
         self.failed = False
+        self.retry_at = 0.0
         threading.excepthook = functools.partial(_ignore_log_threads, default=threading.excepthook)
         rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
         self._call("add_text", "hyperparameters", f"|param|value|\n|-|-|\n{rows}", purge_step=purge_step)
@@ -410,16 +411,22 @@ class Log:
     def _call(self, name, *args, purge_step=None, **options):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
+        if time.time() < self.retry_at:
+            return
         try:
             if self.writer is None:
                 self.writer = SummaryWriter(self.folder, purge_step=purge_step)
             getattr(self.writer, name)(*args, **options)
             self.failed = False
         except OSError as error:
-            self.writer = None  # its thread has ended; the next call opens a new file
+            self.writer = None  # its thread has ended; a later call opens a new file
+            self.retry_at = time.time() + RETRY
             if not self.failed:
                 print(f"warning: {files.reason(error)}: the log is not written; the run goes on", file=sys.stderr)
             self.failed = True
+            for path in self.folder.glob("events.out.*"):
+                if path.stat().st_size == 0:
+                    path.unlink()
 
     def close(self):
         if self.writer is not None:

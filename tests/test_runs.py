@@ -458,9 +458,11 @@ def full_disk(room=0):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("room", [0, 1000, 20_000])
-def test_a_full_disk_does_not_end_a_run(complete_run, room, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("room", [0, 20_000])
+def test_a_full_disk_does_not_end_a_run(room, tmp_path, monkeypatch, capsys):
     """From its second save on there is no room, until its fourth: it goes on, and saves then."""
+    options = {"total_timesteps": 1500, "checkpoint_interval": 0}
+    expected = outcome(train("iql", tmp_path / "undisturbed", **options)["run"].folder)
     monkeypatch.setattr(runs, "RETRY", 0)
     save, saved, disk = runs.Run.save, [], contextlib.ExitStack()
 
@@ -474,13 +476,13 @@ def test_a_full_disk_does_not_end_a_run(complete_run, room, tmp_path, monkeypatc
 
     monkeypatch.setattr(runs.Run, "save", save_on_a_full_disk)
     with disk:
-        folder = train("iql", tmp_path, checkpoint_interval=0, log_interval=0)["run"].folder
+        folder = train("iql", tmp_path, **options)["run"].folder
     assert saved[:4] == [True, False, False, True] and all(saved[3:])
     warnings = capsys.readouterr().err
     assert "warning: disk full: " in warnings and "was not written; the run goes on" in warnings
     assert "Traceback" not in warnings and "Exception" not in warnings
-    assert_equal(outcome(complete_run("iql")["run"].folder), outcome(folder))
-    assert files_in(folder) == ["checkpoint", *["events"] * (files_in(folder).count("events")), "results"]
+    assert_equal(expected, outcome(folder))
+    assert set(files_in(folder)) == {"checkpoint", "events", "results"}
     assert read_log(folder)["losses/td_loss"][-1][0] == read(folder / "checkpoint.pt")["progress"]["steps"]
 
 
