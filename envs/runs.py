@@ -33,7 +33,7 @@ import tyro
 from tqdm import tqdm
 
 from envs import checkpoints, files
-from envs.episodes import Stopped
+from envs.episodes import GameFailed, Stopped
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 RETRY = 60.0  # seconds until a file that could not be written is tried again
@@ -487,6 +487,8 @@ class Run:
         try:
             if kind is Stopped:
                 self.stop()
+            if kind is GameFailed:
+                self.save()
         finally:
             for number in SIGNALS:  # once a run is stopped and saved, further signals change nothing
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -494,7 +496,7 @@ class Run:
             self.bar.close()
             self.writer.close()
             self.lock.release()
-        if kind is FloatingPointError:
+        if kind in (FloatingPointError, GameFailed):
             raise Exit(f"stopped at step {self.steps:,}: {error}; {self._last_checkpoint()}", 1) from None
 
     @property
@@ -567,6 +569,8 @@ class Run:
             "charts/epsilon": epsilon,
             "charts/SPS": speed,
         }
+        if hasattr(self.env, "restarts"):
+            charts["charts/restarts"] = self.env.restarts
         if not self.env.team_reward:
             by_seat = returns[valid].mean(0).tolist()
             charts |= {f"charts/episodic_return_{seat}": value for seat, value in enumerate(by_seat)}
@@ -617,6 +621,7 @@ class Run:
             **self.progress,
             "updates": self.learner.updates,
             "versions": versions(),
+            **({"restarts": self.env.restarts} if hasattr(self.env, "restarts") else {}),
             **groups,
             "args": asdict(self.args),
         }
