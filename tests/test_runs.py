@@ -489,7 +489,7 @@ def test_a_full_disk_does_not_end_a_run(room, tmp_path, monkeypatch, capsys):
 def test_a_disk_that_stays_full_is_an_error_in_the_end(tmp_path, capsys):
     with full_disk(), pytest.raises(SystemExit, match="the results could not be written to ") as end:
         train("iql", tmp_path)
-    assert end.value.code == 1 and "of 8 greedy matches won" in capsys.readouterr().out
+    assert end.value.code == 1 and "greedy matches won" in capsys.readouterr().out
     with full_disk(), pytest.raises(SystemExit, match="not saved; no checkpoint was saved before") as end:
         train("iql", tmp_path, time_limit=1e-9)
     assert end.value.code == 1
