@@ -15,6 +15,7 @@ import torch
 
 from envs.battle import Battle
 from envs.battle_data import MAPS
+from envs.kuhn import Kuhn
 from envs.stag_hunt import IDS, StagHunt, is_hunt
 
 __all__ = ["list_ids", "make"]
@@ -22,6 +23,7 @@ __all__ = ["list_ids", "make"]
 KINDS = {  # the class of each id; the real game's is imported when it is asked for
     **dict.fromkeys(MAPS, Battle),
     **dict.fromkeys(IDS, StagHunt),
+    "kuhn": Kuhn,
 }
 PATTERN = "stag_hunt_{height}x{width}_{hares}h{stags}s"
 
