@@ -189,9 +189,9 @@ def expected_gain(m, a, kind, first, game):
         weight = 1.0
         for other in range(5):
             if (other >= ETA) == (a == 0):  # a decision of the opponent's
-                for i in range(game.counts[m, other, 1]):
+                for _ in range(game.counts[m, other, 1]):
                     weight *= game.likely[k, other]
-                for i in range(game.counts[m, other, 0]):
+                for _ in range(game.counts[m, other, 0]):
                     weight *= 1.0 - game.likely[k, other]
         total += weight * gain_against(kind, k, game)
         weights += weight
@@ -231,7 +231,9 @@ class Kuhn(Batch):
     team_reward = False
     zero_sum = True
 
-    def __init__(self, name, num_envs=1, device="cpu", seed=0, n_agents=None, *, autoreset=False, check=None, limit=100):
+    def __init__(
+        self, name, num_envs=1, device="cpu", seed=0, n_agents=None, *, autoreset=False, check=None, limit=100
+    ):
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise ValueError(f"{name}: limit is a whole number from 1 up, not {limit!r}")
         whole = torch.int32
