@@ -99,6 +99,7 @@ def step_one(m, rule, game):
         game.reward[m, a] = 0
         if game.since[m, a] != NEVER:
             game.since[m, a] += 1
+    together = game.coin[m, 0] == game.coin[m, 1]  # then nobody can take one without the other
     for owner in range(2):
         gone = False
         for a in range(2):
@@ -108,7 +109,8 @@ def step_one(m, rule, game):
                 game.reward[m, a] += game.payoff[a, 0 if a == owner else 1]
                 if a != owner:
                     game.reward[m, owner] += game.payoff[owner, 2]
-                    game.since[m, owner] = 0
+                    if not together:
+                        game.since[m, owner] = 0
         if gone and rule.lola:
             game.coin[m, owner] = NOWHERE
             put_coin(m, 1 - owner, game.match[m, STEP] + 1, rule, game)
