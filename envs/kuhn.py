@@ -238,7 +238,7 @@ class Kuhn(Batch):
             raise ValueError(f"{name}: limit is a whole number from 1 up, not {limit!r}")
         whole = torch.int32
         super().__init__(
-            name, num_envs, device, seed, ["first", "second"], (len(ACTIONS), 14, 19, limit), autoreset, check,
+            name, num_envs, device, seed, ["player_0", "player_1"], (len(ACTIONS), 14, 19, limit), autoreset, check,
             {"card": (whole, (num_envs, 2)), "last_card": (whole, (num_envs, 2)), "bets": (whole, (num_envs, TURNS)),
              "turn": (whole, (num_envs,)), "hands": (whole, (num_envs,)), "earned": (whole, (num_envs,)),
              "counts": (whole, (num_envs, 5, 2))},

@@ -154,7 +154,7 @@ class MatrixGame(Batch):
         simulation = dict.fromkeys(("last", "streak", "times"), (whole, (num_envs, 2)))
         simulation["earned"] = (number, (num_envs, 2))
         super().__init__(
-            name, num_envs, device, seed, ["row", "column"], (2, 5, 6, limit), autoreset, check, simulation
+            name, num_envs, device, seed, ["player_0", "player_1"], (2, 5, 6, limit), autoreset, check, simulation
         )
         tables = {"payoff": payoff, "strategy": torch.tensor(list(MEMORY_ONE.values()), dtype=number)}
         self._tables = {key: tensor.to(self.device) for key, tensor in tables.items()}

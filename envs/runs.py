@@ -99,6 +99,17 @@ def resolve_device(args):
         args.cuda = False
 
 
+def check_team_reward(args, env):
+    """For scripts that maximise the sum of the learner's rewards: says so, or rejects a game in which it is always 0."""
+    if env.zero_sum and args.team == "self":
+        advice = "iql.py learns it, or one player among others: --team scripted"
+        raise SystemExit(
+            f"--env-id {args.env_id}: the rewards add up to zero, so a team has nothing to learn; {advice}"
+        )
+    if not env.team_reward:
+        print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
+
+
 def fill_in(args, defaults):
     """Sets the arguments that were not given."""
     for name, value in defaults.items():

@@ -132,7 +132,7 @@ def test_cards_are_dealt_evenly():
 def test_checked_mode_refuses_a_bet_out_of_turn():
     env = envs.make("kuhn", check=True)
     env.reset()
-    with pytest.raises(ValueError, match=r"agent 1 \(second\): action 2 is not available, only \[0\]"):
+    with pytest.raises(ValueError, match=r"agent 1 \(player_1\): action 2 is not available, only \[0\]"):
         env.step([[PASS, BET]])
 
 
