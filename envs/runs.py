@@ -100,11 +100,11 @@ def resolve_device(args):
 
 
 def check_team_reward(args, env):
-    """For scripts that maximise the sum of the learner's rewards: says so, or rejects a game in which it is always 0."""
+    """For scripts that maximise the sum of the learner's rewards: says so, or rejects a game where it is always 0."""
     if env.zero_sum and args.team == "self":
-        advice = "iql.py learns it, or one player among others: --team scripted"
         raise SystemExit(
-            f"--env-id {args.env_id}: the rewards add up to zero, so a team has nothing to learn; {advice}"
+            f"--env-id {args.env_id}: the rewards add up to zero, so a team of all players has nothing to learn; "
+            "iql.py plays against itself, and --team scripted is one learner against scripted others"
         )
     if not env.team_reward:
         print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
