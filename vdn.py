@@ -435,8 +435,7 @@ if __name__ == "__main__":
     device = runs.set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
-    if not env.team_reward:
-        print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
+    runs.check_team_reward(args, env)
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
     learner = Learner(args, env)

@@ -13,13 +13,11 @@ import torch
 import tyro
 
 import envs
-from envs.battle_data import MAPS
-from envs.stag_hunt import IDS
 
 
 @dataclass
 class Args:
-    ids: list[str] = field(default_factory=lambda: [*MAPS, *IDS])  # environments to time
+    ids: list[str] = field(default_factory=lambda: [*envs.KINDS])  # environments to time
     matches: list[int] = field(default_factory=list)
     """batch sizes (default: 1 and 1024 on the CPU; 4096, 16384 and 65536 on CUDA)"""
     devices: list[str] = field(default_factory=lambda: ["cpu"] + ["cuda"] * torch.cuda.is_available())  # cpu, cuda

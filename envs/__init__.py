@@ -15,6 +15,12 @@ import torch
 
 from envs.battle import Battle
 from envs.battle_data import MAPS
+from envs.coin_game import IDS as COIN_GAMES
+from envs.coin_game import CoinGame
+from envs.kuhn import Kuhn
+from envs.matrix_games import GAMES, MatrixGame
+from envs.snowdrift import IDS as SNOWDRIFTS
+from envs.snowdrift import Snowdrift
 from envs.stag_hunt import IDS, StagHunt, is_hunt
 
 __all__ = ["list_ids", "make"]
@@ -22,6 +28,10 @@ __all__ = ["list_ids", "make"]
 KINDS = {  # the class of each id; the real game's is imported when it is asked for
     **dict.fromkeys(MAPS, Battle),
     **dict.fromkeys(IDS, StagHunt),
+    "kuhn": Kuhn,
+    **dict.fromkeys(GAMES, MatrixGame),
+    **dict.fromkeys(COIN_GAMES, CoinGame),
+    **dict.fromkeys(SNOWDRIFTS, Snowdrift),
 }
 PATTERN = "stag_hunt_{height}x{width}_{hares}h{stags}s"
 

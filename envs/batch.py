@@ -194,7 +194,9 @@ class Batch:
     """`num_envs` matches at a time. What its methods return is overwritten by the next call: clone what you keep."""
 
     policies = ()
+    default_others = ()  # the policies that others are drawn from where none are named; empty: all
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
+    zero_sum = False  # whether all rewards of a step add up to nothing
     ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
     simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
     passed_on = ()  # options that go to another package as they are

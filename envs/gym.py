@@ -29,7 +29,7 @@ class Matches:
     def __init__(self, env_id, num_envs, others, seat, options):
         self.batch = batch = envs.make(env_id, num_envs, device="cpu", seed=0, autoreset=False, check=False, **options)
         if others is None:
-            others = ROSTER if set(ROSTER) <= set(batch.policies) else batch.policies
+            others = ROSTER if set(ROSTER) <= set(batch.policies) else batch.default_others or batch.policies
         if isinstance(others, str) or not others or not set(others) <= set(batch.policies):
             raise ValueError(f"others is a tuple of some of {', '.join(batch.policies)}, not {others!r}")
         if seat != "random" and seat not in range(batch.n_agents):

@@ -27,6 +27,7 @@ COLOURS = {
     "obstacle": "#7a7f87",
     "stag": "#7b5535",
     "hare": "#c9b296",
+    "drift": "#a9c9e8",
     "light": "#ffffff",
 }
 KINDS = {  # a letter, and how much lighter (or, below zero, darker) than its side's colour
@@ -265,7 +266,7 @@ def _impact(pen, start, end, radius, effect, side):
         _disc(pen, x, y, 2.5 * FINE, fill=COLOURS["light"], outline=COLOURS["sides"][side], width=FINE)
 
 
-# ---- stag hunts ----
+# ---- grids ----
 @functools.lru_cache(maxsize=32)
 def _grid(width, height, obstacles, size):
     bars = (HEADER + FOOTER) * FINE
@@ -323,8 +324,11 @@ def _hunt(scene, size, seers, goals):
             rows = max(row - reach, 0), min(row + reach + 1, scene["height"])
             corners = [(view.left + c * unit, view.top + r * unit) for c, r in zip(columns, rows)]
             pen.rectangle(corners, _clear(hunter_colour(i), 28), _clear(hunter_colour(i), 115), FINE)
+    for row, column, text in scene.get("words", ()):
+        middle = view.left + (column + 0.5) * unit, view.top + (row + 0.5) * unit
+        pen.text(middle, text, COLOURS["ink"], _font(unit / max(3, 0.8 * len(text))), anchor="mm")
     for prey, (x, y, radius) in zip(scene["prey"], prey_places):
-        {"stag": _stag, "hare": _hare}[prey["kind"]](pen, view.left + x * unit, view.top + y * unit, radius * unit)
+        PIECES[prey["kind"]](pen, view.left + x * unit, view.top + y * unit, radius * unit)
     for i, place in enumerate(hunter_places):
         if place:
             x, y, radius = view.left + place[0] * unit, view.top + place[1] * unit, place[2] * unit
@@ -359,6 +363,19 @@ def _hare(pen, x, y, radius):
     _disc(pen, x, y + 0.3 * radius, 0.5 * radius, **rim)
 
 
+def _coin(owner, pen, x, y, radius):
+    """A ring in its owner's colour."""
+    _disc(pen, x, y, 0.8 * radius, fill=COLOURS["light"], outline=hunter_colour(owner), width=round(0.3 * radius))
+
+
+def _drift(pen, x, y, radius):
+    """A heap of snow."""
+    for dx, dy, part in ((-0.45, 0.25, 0.5), (0.45, 0.25, 0.5), (0, -0.15, 0.6)):
+        _disc(pen, x + dx * radius, y + dy * radius, part * radius, fill=COLOURS["drift"])
+
+
+PIECES = {"stag": _stag, "hare": _hare, "drift": _drift}
+PIECES |= {f"coin_{owner}": functools.partial(_coin, owner) for owner in range(2)}
 STEPS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 
 
@@ -370,7 +387,7 @@ def _deed(pen, x, y, radius, action, colour):
         corners = [(x + dx * tip, y + dy * tip)]
         corners += [(x + dx * base + dy * half * s, y + dy * base + dx * half * s) for s in (-1, 1)]
         pen.polygon(corners, colour)
-    elif action.startswith("hunt"):
+    elif action.startswith(("hunt", "remove")):
         _disc(pen, x, y, 1.08 * radius, outline=colour, width=FINE)
 
 

@@ -172,6 +172,17 @@ def resolve_device(args):
         args.cuda = False
 
 
+def check_team_reward(args, env):
+    """For scripts that maximise the sum of the learner's rewards: says so, or rejects a game where it is always 0."""
+    if env.zero_sum and args.team == "self":
+        raise SystemExit(
+            f"--env-id {args.env_id}: the rewards add up to zero, so a team of all players has nothing to learn; "
+            "iql.py plays against itself, and --team scripted is one learner against scripted others"
+        )
+    if not env.team_reward:
+        print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
+
+
 def fill_in(args, defaults):
     """Sets the arguments that were not given."""
     for name, value in defaults.items():

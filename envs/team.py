@@ -92,7 +92,8 @@ class Team:
         if spec == "self":
             return [(env.n_agents, None)]
         if spec in (None, "scripted"):
-            names = [name for name in env.policies if name in DEFAULT_SCRIPTED] or env.policies
+            names = [name for name in env.policies if name in DEFAULT_SCRIPTED]
+            names = names or env.default_others or env.policies
             return [(env.n_agents - 1, [env.policies.index(name) for name in names]), (1, None)]
         return [
             (count, None if name in learner_names else self._candidates(name, spec, learner_names))
