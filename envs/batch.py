@@ -198,6 +198,7 @@ class Batch:
     """`num_envs` matches at a time. What its methods return is overwritten by the next call: clone what you keep."""
 
     policies = ()
+    default_others = ()  # the policies of scripted team-mates where none are named; none: all
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
     ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
     simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
@@ -375,6 +376,10 @@ class Batch:
             f"{self.name}: a batch cannot be copied or pickled, since its programs write to the tensors they were made "
             "with; snapshot() copies the matches, and restore() puts them into a batch made with the same arguments"
         )
+
+    def origin(self, agent, index=0):
+        """What the places in an agent's observation are measured from, where an environment has `places`."""
+        return torch.zeros(2, device=self.device)
 
     def render(self, index=0, size=480, sight=None, goals=None):
         """A picture of match `index`: RGB bytes (height, width, 3), `size` pixels wide and at most as high.
