@@ -184,7 +184,7 @@ def highest_food(m, rule, game):
             if game.level[m, b] < game.level[m, a] or (game.level[m, b] == game.level[m, a] and b < a):
                 lower += 1
         if lower < 3:
-            total += game.level[m, a]
+            total += int(game.level[m, a])
     return total
 
 
@@ -534,7 +534,7 @@ class Foraging(Batch):
             cells = self._fitting("foods", foods, simulation["food"], GONE, self.rows * self.cols - 1)
             food = self._fitting("food_levels", food_levels, simulation["food"], 0, LONGEST)
             there = cells != GONE
-            order = torch.where(there, cells, self.rows * self.cols).argsort(1, stable=True)
+            order = torch.where(there, cells, self.rows * self.cols).argsort(dim=1, stable=True)
             cells, food = cells.clamp(min=0).gather(1, order), (food * there).gather(1, order)
             for key, values in (("food_row", cells // self.cols), ("food_col", cells % self.cols), ("food", food)):
                 simulation[key].copy_(values)
