@@ -234,12 +234,14 @@ def reset_one(m, rule, game):
 @scalar
 def row_seen(m, a, row, rule, game):
     """A row as player a counts it: from the first that it sees."""
-    return row - game.row[m, a] + min(rule.sight, game.row[m, a])
+    own = game.row[m, a]
+    return row - own + rule.sight if own > rule.sight else row
 
 
 @scalar
 def col_seen(m, a, col, rule, game):
-    return col - game.col[m, a] + min(rule.sight, game.col[m, a])
+    own = game.col[m, a]
+    return col - own + rule.sight if own > rule.sight else col
 
 
 @scalar
@@ -252,7 +254,8 @@ def sees_food(m, a, f, rule, game):
 def sees_player(m, a, b, rule, game):
     """As the package has it: near the first row or column one sees others farther away than food."""
     row, col = row_seen(m, a, game.row[m, b], rule, game), col_seen(m, a, game.col[m, b], rule, game)
-    return min(row, col) >= 0 and max(row, col) <= 2 * rule.sight
+    widest = 2 * rule.sight
+    return row >= 0 and row <= widest and col >= 0 and col <= widest
 
 
 @scalar

@@ -598,7 +598,7 @@ def test_two_who_want_the_same_cell_do_not_stay_stuck():
 
 def test_orders_reach_every_food_on_crowded_fields():
     """Round other foods: whoever walks an order alone has tried every food in time."""
-    env = envs.make("Foraging-8x8-1p-9f-coop-v3", num_envs=300, limit=400, patience=1, max_player_level=1)
+    env = envs.make("Foraging-8x8-1p-9f-coop-v3", num_envs=100, limit=400, patience=1, max_player_level=1)
     for policy in ORDERS:
         env.reset()
         won = env.info["won"]
