@@ -3,12 +3,16 @@
     python benchmarks/env_throughput.py            all environments on the CPU, and on the GPU if there is one
     python benchmarks/env_throughput.py --ids 3m 8m --matches 4096 65536 --devices cuda
 
-On CUDA the steps are captured in a graph, as training uses them. One match alone is timed without a policy.
+On CUDA the steps are captured in a graph, as training uses them. One match alone is timed without a policy. Where the
+package that an environment follows is installed (lbforaging), a row has its speed: one match in one process.
 """
 
+import importlib.util
 import time
 from dataclasses import dataclass, field
 
+import gymnasium
+import numpy as np
 import torch
 import tyro
 
@@ -80,14 +84,39 @@ def throughput(env_id, matches, device, seconds, options):
     return rounds * STEPS * matches / (time.perf_counter() - started), env.n_agents, first
 
 
+def original_throughput(env_id, seconds):
+    """(steps a second, agents) of the package's own environment with random actions; None if there is none."""
+    if importlib.util.find_spec("lbforaging") is None:
+        return None
+    import lbforaging  # noqa: F401  registers its ids
+
+    if env_id not in gymnasium.registry:
+        return None
+    env = gymnasium.make(env_id, disable_env_checker=True).unwrapped
+    actions = np.random.default_rng(0).integers(6, size=(1000, env.n_agents))
+    env.reset(seed=0)
+    steps, started = 0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        *_, terminated, truncated, _ = env.step(actions[steps % 1000])
+        if terminated or truncated:
+            env.reset()
+        steps += 1
+    return steps / (time.perf_counter() - started), env.n_agents
+
+
 if __name__ == "__main__":
     args = tyro.cli(Args)
     heads = ("environment", "device", "matches", "steps/s", "agent steps/s", "us a step", "first s")
-    print("{:18} {:6} {:>8} {:>14} {:>14} {:>10} {:>8}".format(*heads))
+    print("{:29} {:8} {:>8} {:>14} {:>14} {:>10} {:>8}".format(*heads))
     for device in args.devices:
         sizes = args.matches or ([1, 1024] if device == "cpu" else [4096, 16384, 65536])
         for env_id in args.ids:
             for matches in sizes:
                 rate, agents, first = throughput(env_id, matches, device, args.seconds, args.options)
                 rates = f"{rate:14,.0f} {rate * agents:14,.0f} {matches / rate * 1e6:10.1f} {first:8.1f}"
-                print(f"{env_id:18} {device:6} {matches:8} {rates}", flush=True)
+                print(f"{env_id:29} {device:8} {matches:8} {rates}", flush=True)
+            original = original_throughput(env_id, args.seconds) if device == "cpu" else None
+            if original:
+                rate, agents = original
+                rates = f"{rate:14,.0f} {rate * agents:14,.0f} {1e6 / rate:10.1f}"
+                print(f"{env_id:29} {'package':8} {1:8} {rates}", flush=True)

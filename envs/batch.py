@@ -374,6 +374,10 @@ class Batch:
             "with; snapshot() copies the matches, and restore() puts them into a batch made with the same arguments"
         )
 
+    def origin(self, agent, index=0):
+        """What the places in an agent's observation are measured from, where an environment has `places`."""
+        return torch.zeros(2, device=self.device)
+
     def render(self, index=0, size=480, sight=None, goals=None):
         """A picture of match `index`: RGB bytes (height, width, 3), `size` pixels wide and at most as high.
 

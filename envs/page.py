@@ -44,7 +44,7 @@ def _look(units):
         "colours": render.COLOURS,
         "kinds": kinds,
         "hunters": [paint(fill) for fill in render.COLOURS["hunters"]],
-        "hare_rim": render.rim_of(render.COLOURS["hare"]),
+        "rims": {kind: render.rim_of(render.COLOURS[kind]) for kind in ("hare", "food")},
     }
 
 

@@ -28,6 +28,8 @@ COLOURS = {
     "stag": "#7b5535",
     "hare": "#c9b296",
     "drift": "#a9c9e8",
+    "food": "#c8453b",
+    "leaf": "#4f8f3a",
     "light": "#ffffff",
 }
 KINDS = {  # a letter, and how much lighter (or, below zero, darker) than its side's colour
@@ -328,12 +330,17 @@ def _hunt(scene, size, seers, goals):
         middle = view.left + (column + 0.5) * unit, view.top + (row + 0.5) * unit
         pen.text(middle, text, COLOURS["ink"], _font(unit / max(3, 0.8 * len(text))), anchor="mm")
     for prey, (x, y, radius) in zip(scene["prey"], prey_places):
-        PIECES[prey["kind"]](pen, view.left + x * unit, view.top + y * unit, radius * unit)
+        x, y, radius = view.left + x * unit, view.top + y * unit, radius * unit
+        PIECES[prey["kind"]](pen, x, y, radius)
+        if "level" in prey:
+            pen.text((x, y + 0.15 * radius), str(prey["level"]), COLOURS["light"], _font(0.9 * radius), anchor="mm")
     for i, place in enumerate(hunter_places):
         if place:
             x, y, radius = view.left + place[0] * unit, view.top + place[1] * unit, place[2] * unit
             _deed(pen, x, y, radius, scene["hunters"][i]["action"], hunter_colour(i))
             _paste_token(image, x, y, 0.8 * radius, hunter_colour(i), str(i))
+            if "level" in scene["hunters"][i]:
+                _level(pen, x, y, radius, scene["hunters"][i]["level"], hunter_colour(i))
     for agent, row, column in goals:
         if hunter_places[agent]:
             x, y, _ = hunter_places[agent]
@@ -374,20 +381,35 @@ def _drift(pen, x, y, radius):
         _disc(pen, x + dx * radius, y + dy * radius, part * radius, fill=COLOURS["drift"])
 
 
-PIECES = {"stag": _stag, "hare": _hare, "drift": _drift}
+def _food(pen, x, y, radius):
+    """An apple."""
+    stalk = max(2, round(0.13 * radius))
+    pen.line((x, y - 0.5 * radius, x + 0.12 * radius, y - 0.95 * radius), COLOURS["stag"], stalk)
+    pen.ellipse((x + 0.1 * radius, y - 0.95 * radius, x + 0.7 * radius, y - 0.6 * radius), COLOURS["leaf"])
+    _disc(pen, x, y + 0.15 * radius, 0.75 * radius, fill=COLOURS["food"], outline=rim_of(COLOURS["food"]), width=FINE)
+
+
+def _level(pen, x, y, radius, level, colour):
+    """A player's level, at its upper right."""
+    x, y = x + 0.72 * radius, y - 0.72 * radius
+    _disc(pen, x, y, 0.42 * radius, fill=COLOURS["light"], outline=colour, width=FINE)
+    pen.text((x, y), str(level), COLOURS["ink"], _font(0.6 * radius), anchor="mm")
+
+
+PIECES = {"stag": _stag, "hare": _hare, "drift": _drift, "food": _food}
 PIECES |= {f"coin_{owner}": functools.partial(_coin, owner) for owner in range(2)}
 STEPS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 
 
 def _deed(pen, x, y, radius, action, colour):
-    """What a hunter did last: a point the way it went, a ring if it hunts."""
+    """What a hunter did last: a point the way it went, a ring if it hunts or loads."""
     if action in STEPS:
         dx, dy = STEPS[action]
         tip, base, half = 1.12 * radius, 0.7 * radius, 0.4 * radius
         corners = [(x + dx * tip, y + dy * tip)]
         corners += [(x + dx * base + dy * half * s, y + dy * base + dx * half * s) for s in (-1, 1)]
         pen.polygon(corners, colour)
-    elif action.startswith(("hunt", "remove")):
+    elif action == "load" or action.startswith(("hunt", "remove")):
         _disc(pen, x, y, 1.08 * radius, outline=colour, width=FINE)
 
 
@@ -400,4 +422,4 @@ def _returns(image, pen, scene, size):
         x = (i + 0.5) * share - 16 * FINE
         _paste_token(image, x, middle, 8 * FINE, colour, str(i))
         ink = COLOURS["ink"] if hunter["alive"] else COLOURS["quiet"]
-        pen.text((x + 13 * FINE, middle), f"{hunter['return']:.1f}", ink, font, anchor="lm")
+        pen.text((x + 13 * FINE, middle), f"{hunter['return']:.2f}", ink, font, anchor="lm")

@@ -22,7 +22,6 @@ import torch
 from envs import checkpoints
 from envs.episodes import Inputs, load_player, preserved_rng
 
-DEFAULT_SCRIPTED = ("nearest", "weakest", "kite")  # the team-mates in a battle, where none are named
 GROUP = re.compile(r"(\d+)([A-Za-z_]+)")
 
 
@@ -92,8 +91,7 @@ class Team:
         if spec == "self":
             return [(env.n_agents, None)]
         if spec in (None, "scripted"):
-            names = [name for name in env.policies if name in DEFAULT_SCRIPTED]
-            names = names or env.default_others or env.policies
+            names = env.default_others or env.policies
             return [(env.n_agents - 1, [env.policies.index(name) for name in names]), (1, None)]
         return [
             (count, None if name in learner_names else self._candidates(name, spec, learner_names))
