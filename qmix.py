@@ -480,6 +480,8 @@ if __name__ == "__main__":
     if not env.team_reward:
         print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
     team = make_team(args, env, "training")
+    if team.is_opposed():
+        raise SystemExit(f"In {args.env_id} not all seats are on one side: --team names those that learn together.")
     eval_team = make_team(args, eval_env, "evaluation")
     learner = Learner(args, env, team.learner_seats.shape[1])
     runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats), FIELDS)

@@ -15,6 +15,8 @@ import torch
 
 from envs.battle import Battle
 from envs.battle_data import MAPS
+from envs.predator_prey import IDS as TAG_IDS
+from envs.predator_prey import PredatorPrey, is_tag
 from envs.stag_hunt import IDS, StagHunt, is_hunt
 
 __all__ = ["list_ids", "make"]
@@ -22,12 +24,13 @@ __all__ = ["list_ids", "make"]
 KINDS = {  # the class of each id; the real game's is imported when it is asked for
     **dict.fromkeys(MAPS, Battle),
     **dict.fromkeys(IDS, StagHunt),
+    **dict.fromkeys(TAG_IDS, PredatorPrey),
 }
-PATTERN = "stag_hunt_{height}x{width}_{hares}h{stags}s"
+PATTERNS = ("stag_hunt_{height}x{width}_{hares}h{stags}s", "simple_tag_{predators}v{prey}")
 
 
 def list_ids():
-    """The ids that `make` takes; it also takes the pattern of the stag hunts."""
+    """The ids that `make` takes; it also takes those of PATTERNS."""
     return [*KINDS, *(f"sc2/{name}" for name in MAPS)]
 
 
@@ -57,11 +60,13 @@ def _kind(env_id):
         return KINDS[env_id]
     if isinstance(env_id, str) and is_hunt(env_id):
         return StagHunt
+    if isinstance(env_id, str) and is_tag(env_id):
+        return PredatorPrey
     if env_id in list_ids():
         from envs.starcraft2 import StarCraft2  # only those who ask for it need its package
 
         return StarCraft2
-    raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())} or {PATTERN}")
+    raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())} or {' or '.join(PATTERNS)}")
 
 
 def _device(name, kind):

@@ -200,6 +200,8 @@ class Batch:
     policies = ()
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
     ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
+    obs_bound = 1.0  # no number of an observation is larger, or smaller than its negative
+    sides = None  # the side that each agent is on, where there are sides with opposing interests
     simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
     passed_on = ()  # options that go to another package as they are
 
@@ -214,7 +216,8 @@ class Batch:
             "render_modes": ["rgb_array"],
             "autoreset_mode": modes.SAME_STEP if autoreset else modes.DISABLED,
         }
-        self.single_observation_space = gymnasium.spaces.Box(-1.0, 1.0, (self.n_agents, self.obs_dim), np.float32)
+        shape, bound = (self.n_agents, self.obs_dim), self.obs_bound
+        self.single_observation_space = gymnasium.spaces.Box(-bound, bound, shape, np.float32)
         self.single_action_space = gymnasium.spaces.MultiDiscrete([self.n_actions] * self.n_agents)
 
         def blank(dtype, *shape):
