@@ -201,7 +201,8 @@ class Batch:
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
     ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
     obs_bound = 1.0  # no number of an observation is larger, or smaller than its negative
-    sides = None  # the side that each agent is on, where there are sides with opposing interests
+    sides = None  # the side, 0 or 1, of each agent, where there are two with opposing interests
+    learner_side = 0  # whose seats a single learner rotates through, where there are sides
     simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
     passed_on = ()  # options that go to another package as they are
 

@@ -522,6 +522,7 @@ class PredatorPrey(Batch):
                 {
                     "kind": ("predator", "prey")[self.sides[a]], "x": place[a][0], "y": place[a][1],
                     "vx": velocity[a][0], "vy": velocity[a][1], "radius": radii[self.sides[a]], "alive": True,
+                    "sight": VIEW if self.hidden and self.sides[a] else None,
                     "touching": any(math.dist(place[a], rival) < reach for rival in rivals), "return": earned[a],
                 }
             )  # fmt: skip
@@ -529,7 +530,6 @@ class PredatorPrey(Batch):
         return {
             "game": "tag", "title": self.name, "step": match[STEP], "limit": self.episode_limit,
             "width": 2 * half, "height": 2 * half, "edge": WALL if self.hidden else 1.0,
-            "sight": VIEW if self.hidden else None,
             "obstacles": [{"x": x, "y": y, "radius": OBSTACLE_RADIUS} for x, y in place[self.n_agents :]],
             "agents": agents, "status": "running" if match[STAGE] == RUNNING else "time",
         }  # fmt: skip

@@ -106,6 +106,15 @@ def fill_in(args, defaults):
             setattr(args, name, value)
 
 
+def check_common_goal(args, env, team):
+    """For scripts whose learners share a value: rejects learners on opposite sides, and says what is maximised."""
+    if team.is_opposed():
+        example = f"{env.sides.count(0)}learner{env.sides.count(1)}{env.policies[0]}"
+        raise SystemExit(f"--team {args.team}: {args.env_id} has two sides, of which one can learn: --team {example}")
+    if not env.team_reward:
+        print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
+
+
 def seed_for(seed, purpose):
     """A seed for one purpose. Other seeds and other purposes have unrelated random numbers."""
     words = np.random.SeedSequence([seed, *purpose.encode()]).generate_state(2)

@@ -74,10 +74,12 @@ class Team:
         self.arrangement = np.array(seats)
         self.rotation = _rotation(seat, own[0], env.n_agents)
         self.shifts = np.arange(env.n_agents)  # what rotation goes through
-        if env.sides is not None:
-            sides = np.array(env.sides)[(self.shifts[:, None] + own) % env.n_agents]
-            on_its_side = (sides == env.learner_side).all(1)
-            self.shifts = self.shifts[on_its_side] if on_its_side.any() else self.shifts
+        if getattr(env, "sides", None) is not None:
+            sides = np.array(env.sides)[(self.shifts[:, None] + own) % env.n_agents]  # of the learner's seats
+            for wanted in (sides == env.learner_side, sides == sides[:, :1]):  # its usual side, or at least one side
+                if wanted.all(1).any():
+                    self.shifts = self.shifts[wanted.all(1)]
+                    break
 
         def zeros(dtype, seats=env.n_agents):
             return torch.zeros((env.num_envs, seats), dtype=dtype, device=env.device)
@@ -184,9 +186,10 @@ class Team:
 
     def is_opposed(self):
         """Whether learners of one match are on different sides."""
-        if self.env.sides is None:
+        sides = getattr(self.env, "sides", None)
+        if sides is None:
             return False
-        sides = torch.tensor(self.env.sides)[self.learner_seats.cpu()]
+        sides = torch.tensor(sides)[self.learner_seats.cpu()]
         return bool((sides != sides[:, :1]).any())
 
     def max_seats(self, policy):
