@@ -233,38 +233,54 @@ def reset_one(m, rule, game):
 
 # ---- what the agents see ----
 @scalar
-def seen(m, a, column, short, rule, game):
-    """A number of agent a's observation: its velocity and place, then obstacles and the other agents, as seen from its
-    place, then velocities of the other prey. `short`: with the view of popp's prey.
-    """
-    if column < 2:
-        return game.velocity[m, a, column]
-    if column < 4:
-        return game.place[m, a, column - 2]
-    k, axis = (column - 4) // 2, column % 2
-    if k >= rule.obstacles + rule.agents - 1:  # others that are prey
-        b = rule.predators + k - (rule.obstacles + rule.agents - 1)
-        b += a >= rule.predators and b >= a
-        return 0.0 if short or b >= rule.agents else game.velocity[m, b, axis]
+def from_place(m, a, k, axis, rule, game):
+    """The k-th of the obstacles and the other agents, on this axis, as seen from agent a's place."""
     b = rule.agents + k if k < rule.obstacles else k - rule.obstacles
     b += k >= rule.obstacles and b >= a
-    x, y = game.place[m, b, 0] - game.place[m, a, 0], game.place[m, b, 1] - game.place[m, a, 1]
-    if short and (abs(x) > VIEW or abs(y) > VIEW):
-        return HIDDEN
-    return x if axis == 0 else y
+    return game.place[m, b, axis] - game.place[m, a, axis]
+
+
+@scalar
+def seen(m, a, column, rule, game):
+    """A number of agent a's full view: its velocity and place, then obstacles and the other agents, as seen from its
+    place, then velocities of the other prey.
+    """
+    k, axis = (column - 4) // 2, column % 2
+    if column < 2:
+        return game.velocity[m, a, axis]
+    if column < 4:
+        return game.place[m, a, axis]
+    if k < rule.obstacles + rule.agents - 1:
+        return from_place(m, a, k, axis, rule, game)
+    b = rule.predators + k - (rule.obstacles + rule.agents - 1)
+    b += a >= rule.predators and b >= a
+    return 0.0 if b >= rule.agents else game.velocity[m, b, axis]
+
+
+@scalar
+def seen_from_near(m, a, column, number, rule, game):
+    """The number of the full view as a prey of popp sees it."""
+    k, axis = (column - 4) // 2, column % 2
+    if column < 4:
+        return number
+    if k >= rule.obstacles + rule.agents - 1:
+        return 0.0
+    away = from_place(m, a, k, 1 - axis, rule, game)
+    return HIDDEN if abs(number) > VIEW or abs(away) > VIEW else number
 
 
 @scalar
 def observe_one(m, lane, lanes, rule, game):
     for a in range(rule.agents):
         predator = a < rule.predators
-        short = rule.hidden == 1 and not predator
         start = a * rule.obs_dim - (0 if predator else 2 * (a - rule.predators))
         for column in range(lane, rule.obs_dim, lanes):
-            number = np.float32(seen(m, a, column, False, rule, game))
+            number = seen(m, a, column, rule, game)
             if predator or column < rule.obs_dim - 2:  # a prey has one less to see the velocity of: padded with zeros
                 game.state[m, start + column] = number
-            game.obs[m, a, column] = np.float32(seen(m, a, column, True, rule, game)) if short else number
+            if rule.hidden == 1 and not predator:
+                number = seen_from_near(m, a, column, number, rule, game)
+            game.obs[m, a, column] = number
         for action in range(lane, rule.actions, lanes):
             game.avail[m, a, action] = True
     for a in range(lane, rule.agents, lanes):
@@ -278,11 +294,6 @@ def way(x, y):
     if abs(x) >= abs(y):
         return RIGHT if x >= 0 else LEFT
     return UP if y >= 0 else DOWN
-
-
-@scalar
-def towards(m, a, b, game):
-    return way(game.place[m, b, 0] - game.place[m, a, 0], game.place[m, b, 1] - game.place[m, a, 1])
 
 
 @scalar
@@ -357,24 +368,41 @@ def safest_corner(m, rule, game):
 
 
 @scalar
-def to_corner(m, a, corner, game):
-    x, y = corner_place(corner, 0) - game.place[m, a, 0], corner_place(corner, 1) - game.place[m, a, 1]
-    return NONE if x * x + y * y < 0.01 else way(x, y)
-
-
-@scalar
-def hide(m, a, rule, game):
-    """To the place behind the nearest obstacle, as the nearest predator sees it."""
+def shelter_place(m, a, axis, rule, game):
+    """The place behind the nearest obstacle, as the nearest predator sees it."""
     shelter = nearest(m, a, rule.agents, rule.agents + rule.obstacles, game)
-    if shelter < 0:
-        return flee(m, a, rule, game)
     hunter = nearest(m, a, 0, rule.predators, game)
     away = max(distance(m, shelter, hunter, game), 0.001)
     stretch = 1.0 + (OBSTACLE_RADIUS + 2.0 * rule.prey_radius) / away
-    x = game.place[m, hunter, 0] + stretch * (game.place[m, shelter, 0] - game.place[m, hunter, 0])
-    y = game.place[m, hunter, 1] + stretch * (game.place[m, shelter, 1] - game.place[m, hunter, 1])
-    x, y = x - game.place[m, a, 0], y - game.place[m, a, 1]
+    return game.place[m, hunter, axis] + stretch * (game.place[m, shelter, axis] - game.place[m, hunter, axis])
+
+
+@scalar
+def act_as_prey(m, a, policy, rule, game):
+    if policy == CHASE or (policy == CLOSE and rule.obstacles == 0) or (policy == LOYAL and game.alarmed[m, a] == 1):
+        return flee(m, a, rule, game)
+    if policy == LOYAL:
+        return NONE
+    corner = safest_corner(m, rule, game) if policy == FAR else game.goal[m, a]
+    x, y = 0.0, 0.0
+    for axis in range(2):
+        goal = shelter_place(m, a, axis, rule, game) if policy == CLOSE else corner_place(corner, axis)
+        away = goal - game.place[m, a, axis]
+        x, y = y, away
     return NONE if x * x + y * y < 0.0025 else way(x, y)
+
+
+@scalar
+def act_as_predator(m, a, policy, number, rule, game):
+    if policy == FAR:
+        return farthest_axis(m, a, rule, game)
+    if policy == FELLOW and rule.predators > 1:
+        target = (a + 1 + number % (rule.predators - 1)) % rule.predators
+    elif policy == LOYAL:
+        target = game.goal[m, a]
+    else:
+        target = nearest(m, a, 0 if policy == CLOSE else rule.predators, rule.agents, game)
+    return way(game.place[m, target, 0] - game.place[m, a, 0], game.place[m, target, 1] - game.place[m, a, 1])
 
 
 @scalar
@@ -384,25 +412,9 @@ def act_one(m, a, policy, rule, game):
     number = draw(game.match[m, KEY], game.match[m, EPISODE], game.match[m, STEP], 4 * a + FOR_ACTION)
     if policy == RANDOM:
         return number % len(ACTIONS)
-    if a >= rule.predators:
-        if policy == CLOSE:
-            return hide(m, a, rule, game)
-        if policy == FAR:
-            return to_corner(m, a, safest_corner(m, rule, game), game)
-        if policy == FELLOW:
-            return to_corner(m, a, game.goal[m, a], game)
-        if policy == LOYAL and game.alarmed[m, a] == 0:
-            return NONE
-        return flee(m, a, rule, game)
-    if policy == CLOSE:
-        return towards(m, a, nearest(m, a, 0, rule.agents, game), game)
-    if policy == FAR:
-        return farthest_axis(m, a, rule, game)
-    if policy == FELLOW and rule.predators > 1:
-        return towards(m, a, (a + 1 + number % (rule.predators - 1)) % rule.predators, game)
-    if policy == LOYAL:
-        return towards(m, a, game.goal[m, a], game)
-    return towards(m, a, nearest(m, a, rule.predators, rule.agents, game), game)
+    if a < rule.predators:
+        return act_as_predator(m, a, policy, number, rule, game)
+    return act_as_prey(m, a, policy, rule, game)
 
 
 class PredatorPrey(Batch):
@@ -529,7 +541,7 @@ class PredatorPrey(Batch):
         half = 1.4 if self.hidden else 1.5
         return {
             "game": "tag", "title": self.name, "step": match[STEP], "limit": self.episode_limit,
-            "width": 2 * half, "height": 2 * half, "edge": WALL if self.hidden else 1.0,
+            "width": 2 * half, "height": 2 * half, "edge": WALL - WALL_HALF if self.hidden else 1.0,
             "obstacles": [{"x": x, "y": y, "radius": OBSTACLE_RADIUS} for x, y in place[self.n_agents :]],
             "agents": agents, "status": "running" if match[STAGE] == RUNNING else "time",
         }  # fmt: skip
