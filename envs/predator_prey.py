@@ -29,6 +29,7 @@ WALL, WALL_HALF = 1.3, 0.05  # of popp: the middle of a wall, and half of its wi
 VIEW, HIDDEN = 0.5, -5.0  # of popp's prey: how far it sees on each axis, and what stands for what it does not see
 NEGLIGIBLE = 40.0  # e to the minus this is nothing beside 1
 ALARM = 0.5  # how near a predator comes before a shy prey runs
+CORNER, INSIDE = 0.55, 0.8  # where prey turn on their rounds, and how far out they hide: at full speed they overshoot
 
 Rule = namedtuple(
     "Rule",
@@ -300,7 +301,7 @@ def way(x, y):
 def corner_place(corner, axis):
     """Corners 0 to 3 in turn, a little inside."""
     high = corner == 1 or corner == 2 if axis == 0 else corner >= 2
-    return 0.75 if high else -0.75
+    return CORNER if high else -CORNER
 
 
 @scalar
@@ -313,7 +314,7 @@ def remember(m, a, rule, game):
         return
     corner = game.goal[m, a]
     x, y = corner_place(corner, 0) - game.place[m, a, 0], corner_place(corner, 1) - game.place[m, a, 1]
-    if x * x + y * y < 0.04:  # on its rounds it turns left or right at corners, as drawn for the match
+    if x * x + y * y < 0.09:  # on its rounds it turns left or right at corners, as drawn for the match
         right = draw(game.match[m, KEY], game.match[m, EPISODE], a, FOR_TURN) % 2 == 1
         game.goal[m, a] = (corner + (3 if right else 1)) % 4
     if distance(m, a, nearest(m, a, 0, rule.predators, game), game) < ALARM:
@@ -369,12 +370,13 @@ def safest_corner(m, rule, game):
 
 @scalar
 def shelter_place(m, a, axis, rule, game):
-    """The place behind the nearest obstacle, as the nearest predator sees it."""
+    """The place behind the nearest obstacle, as the nearest predator sees it, but inside the area."""
     shelter = nearest(m, a, rule.agents, rule.agents + rule.obstacles, game)
     hunter = nearest(m, a, 0, rule.predators, game)
     away = max(distance(m, shelter, hunter, game), 0.001)
     stretch = 1.0 + (OBSTACLE_RADIUS + 2.0 * rule.prey_radius) / away
-    return game.place[m, hunter, axis] + stretch * (game.place[m, shelter, axis] - game.place[m, hunter, axis])
+    place = game.place[m, hunter, axis] + stretch * (game.place[m, shelter, axis] - game.place[m, hunter, axis])
+    return min(max(place, -INSIDE), INSIDE)
 
 
 @scalar
