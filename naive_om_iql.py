@@ -95,39 +95,24 @@ def check_args(args):
         non_negative="seed checkpoint_interval log_interval",
     )
     runs.resolve_device(args)
-    real_game = args.env_id.startswith("sc2/")
-    single = args.team != "self" and not real_game  # one learner: a match has less to learn from
-    if args.cuda:
-        defaults = {"num_envs": 1024, "total_timesteps": 20_000_000, "batch_size": 64}
-        defaults["train_frequency"] = 1000 if single else 2000
-    elif single:
-        defaults = {"num_envs": 512, "total_timesteps": 4_000_000, "batch_size": 32, "train_frequency": 400}
-    else:
-        defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
-    if real_game:  # slow: it is learned from more often
-        defaults |= {"num_envs": 8, "train_frequency": 60}
-    runs.fill_in(args, defaults)
-    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
-    smallest = max(args.batch_size, args.num_envs)
-    if args.buffer_size is not None and args.buffer_size < smallest:
-        raise SystemExit(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
+    runs.fill_in_sizes(args)
 
 
 def make_env(args, num_envs, device, purpose):
     try:
         return envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
     except ValueError as error:
-        raise SystemExit(f"--env-id {args.env_id}: {error}") from None
+        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
 
 
 def make_team(args, env, purpose):
     if env.n_agents == 1:
-        raise SystemExit("--n-agents 1: there is nobody to model")
+        raise runs.UsageError("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
         return Team(env, args.team, ("naive_om", "iql_am", "learner"), *others, runs.seed_for(args.seed, purpose))
     except ValueError as error:
-        raise SystemExit(f"--team {args.team}: {error}") from None
+        raise runs.UsageError(f"--team {args.team}: {error}") from None
 
 
 # ALGO LOGIC: networks
@@ -397,6 +382,7 @@ class ReplayBuffer:
         if "episodes" not in state:
             print("This run was saved without its buffer: going on with an empty one.")
             return
+        runs.check_buffer(state, self.data, self.max_length)
         self.lengths = state["lengths"]
         self.cursor = state["cursor"]
         for name, values in state["episodes"].items():

@@ -114,44 +114,29 @@ def check_args(args):
         non_negative="seed checkpoint_interval log_interval",
     )
     if args.selector not in ("value", "random", "next") and not (args.selector.isdigit() and int(args.selector) > 0):
-        raise SystemExit(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
+        raise runs.UsageError(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
     if args.mix == "kl-target" and args.q_subgoal != "mixed":
-        raise SystemExit("--q-subgoal is for --mix q-input: with kl-target the Q-network has the inferred subgoal")
+        raise runs.UsageError("--q-subgoal is for --mix q-input: with kl-target the Q-network has the inferred subgoal")
     runs.resolve_device(args)
-    real_game = args.env_id.startswith("sc2/")
-    single = args.team != "self" and not real_game  # one learner: a match has less to learn from
-    if args.cuda:
-        defaults = {"num_envs": 1024, "total_timesteps": 20_000_000, "batch_size": 64}
-        defaults["train_frequency"] = 1000 if single else 2000
-    elif single:
-        defaults = {"num_envs": 512, "total_timesteps": 4_000_000, "batch_size": 32, "train_frequency": 400}
-    else:
-        defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
-    if real_game:  # slow: it is learned from more often
-        defaults |= {"num_envs": 8, "train_frequency": 60}
-    defaults["pretrain_timesteps"] = 2_000_000 if args.cuda else 100_000
-    runs.fill_in(args, defaults)
-    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
-    smallest = max(args.batch_size, args.num_envs)
-    if args.buffer_size is not None and args.buffer_size < smallest:
-        raise SystemExit(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
+    runs.fill_in(args, {"pretrain_timesteps": 2_000_000 if args.cuda else 100_000})
+    runs.fill_in_sizes(args)
 
 
 def make_env(args, num_envs, device, purpose):
     try:
         return envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
     except ValueError as error:
-        raise SystemExit(f"--env-id {args.env_id}: {error}") from None
+        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
 
 
 def make_team(args, env, purpose, stand_in=False):
     if env.n_agents == 1:
-        raise SystemExit("--n-agents 1: there is nobody to model")
+        raise runs.UsageError("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     try:
         return Team(env, args.team, ("omg", "iql_omg", "learner"), *others, runs.seed_for(args.seed, purpose), stand_in)
     except ValueError as error:
-        raise SystemExit(f"--team {args.team}: {error}") from None
+        raise runs.UsageError(f"--team {args.team}: {error}") from None
 
 
 # ALGO LOGIC: networks
@@ -539,6 +524,7 @@ class ReplayBuffer:
         if "episodes" not in state:
             print("This run was saved without its buffer: going on with an empty one.")
             return
+        runs.check_buffer(state, self.data, self.max_length)
         self.lengths = state["lengths"]
         self.cursor = state["cursor"]
         for name, values in state["episodes"].items():
@@ -718,6 +704,21 @@ class Learner:
             torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
 
 
+def requirements(args, env):
+    """What pre-trained networks depend on."""
+    choices = {name: getattr(args, name) for name in ("latent_dim", "subgoal_input", "reconstruct")}
+    return {"map": env.name.removeprefix("sc2/"), **checkpoints.env_sizes(env), **choices}
+
+
+def load_vae(args, env, model):
+    """Loads the file of --vae; one that was made for something else is rejected."""
+    try:
+        networks = checkpoints.read_networks(args.vae, requirements(args, env))
+        checkpoints.load_weights("it", "model", model, networks.get("model", {}))
+    except ValueError as error:
+        raise runs.UsageError(f"--vae {args.vae}: {error}") from None
+
+
 @torch.no_grad()
 def analyse(learner, episodes):
     """What the inferred subgoals know, in recorded episodes: docs/omg_iql.md defines the metrics."""
@@ -778,15 +779,16 @@ if __name__ == "__main__":
     eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS)
     buffer = ReplayBuffer(args, runner.episodes, device)
     if args.vae and not args.resume:
-        pretrain_cvae.load_vae(args, env, learner.model)
+        load_vae(args, env, learner.model)
     state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
+    if not (args.init or args.vae):
+        stand_ins = make_team(args, env, "pre-training", stand_in=True)
+        pretrain_runner = EpisodeRunner(env, stand_ins, RandomPlayer(), pretrain_cvae.FIELDS[args.subgoal_input])
+        state["pretraining"] = pretraining = pretrain_cvae.Pretraining(args, learner.model, pretrain_runner)
 
     with runs.Run(args, __file__, STARTED, env, learner, state) as run:
-        if not (args.resume or args.init or args.vae):
-            stand_ins = make_team(args, env, "pre-training", stand_in=True)
-            pretrain_fields = pretrain_cvae.FIELDS[args.subgoal_input]
-            pretrain_runner = EpisodeRunner(env, stand_ins, RandomPlayer(), pretrain_fields)
-            pretrain_cvae.pretrain(args, learner.model, pretrain_runner, run.writer)
+        if run.steps == 0 and not (args.init or args.vae):
+            pretraining.run(run.writer, after_update=run.save_or_stop)
         while run.in_progress():
             # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
             progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)

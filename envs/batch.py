@@ -7,9 +7,7 @@ has `play` make the programs of four functions of one match: `reset_one`, `step_
 """
 
 import functools
-import hashlib
 from collections import namedtuple
-from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -184,9 +182,7 @@ def _scripted(op, m, lane, lanes, rule, game):
 @functools.cache
 def _programs(*functions):
     """What `play` runs: the program of the life cycle and that of the scripted policies."""
-    source = Path(functions[0].__code__.co_filename).read_bytes()
-    edition = hashlib.sha256(source).hexdigest()[:8]  # by itself Numba's cache would not see edits of that file
-    where = f"{functions[0].__module__.replace('.', '_')}_{edition}"
+    where = functions[0].__module__.replace(".", "_")
     names = {function.__name__: function for function in functions}
     templates = (_step_match, _freeze_match, _reset_match, _observe_match)
     parts = {part.__name__[1:]: bind(part, f"{where}{part.__name__}", **names) for part in templates}

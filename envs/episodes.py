@@ -24,8 +24,17 @@ import torch
 from envs import checkpoints
 
 CHUNK = 8  # steps captured in one CUDA graph, between two checks whether all matches are over
+MAX_INVALID_ROUNDS = 20  # in a row, before giving up
 PER_AGENT = ("action", "reward", "obs", "avail", "alive")  # recorded for the learner's seats; all_<name>: for everybody
 OF_STEP = ("action", "all_action", "reward", "all_reward", "terminated")  # recorded with the step; the rest after it
+
+
+class Stopped(Exception):
+    """Raised by an EpisodeRunner that leaves its game because the run was asked to stop."""
+
+
+class GameFailed(RuntimeError):
+    """A game has failed so often that it is given up; the message is one line."""
 
 
 class Inputs(NamedTuple):
@@ -111,6 +120,8 @@ class EpisodeRunner:
         self.env = env
         self.team = team
         self.player = player
+        self.should_stop = None  # without arguments; asked in each step of a game that is not simulated
+        self.invalid_rounds = 0  # in a row
         rows = round_up(env.episode_limit, CHUNK) + 1
         values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
         values |= self.outputs
@@ -159,6 +170,8 @@ class EpisodeRunner:
     @torch.no_grad()
     def _play_chunk(self):
         for row in range(CHUNK):
+            if not self.env.simulated:
+                self.check_stop()
             action = self.act()
             obs, reward, terminated, truncated, info = self.env.step(action)
             fields = self._fields(action=action, reward=reward, terminated=terminated, obs=obs, **info)
@@ -166,12 +179,26 @@ class EpisodeRunner:
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
 
+    def check_stop(self):
+        """Raises Stopped when the caller wants an end."""
+        if self.should_stop is not None and self.should_stop():
+            raise Stopped
+
     def play(self, epsilon=0.0):
         """Plays one episode of every match.
 
         Returns (returns (matches, seats), lengths, won, valid), all overwritten by the next call. Matches of the real
-        game that failed are not valid.
+        game that failed are not valid. Raises Stopped or GameFailed.
         """
+        if self.env.simulated:
+            return self._play(epsilon)
+        self.env.while_waiting = self.check_stop
+        try:
+            return self._play(epsilon)
+        finally:
+            self.env.while_waiting = None
+
+    def _play(self, epsilon):
         self.team.draw()
         obs, info = self.env.reset()
         self.running.fill_(True)
@@ -188,7 +215,26 @@ class EpisodeRunner:
                 self.episodes[name][first : first + CHUNK] = values
             if not self.running.any():
                 break
-        return self.episodes["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
+        valid = ~info["invalid"]
+        self.invalid_rounds = 0 if valid.any() else self.invalid_rounds + 1
+        if self.invalid_rounds == MAX_INVALID_ROUNDS:
+            raise GameFailed(f"{self.env.name}: no valid match in {MAX_INVALID_ROUNDS} rounds in a row")
+        return self.episodes["reward"].sum(0), self.lengths, info["won"], valid
+
+    def collect(self, steps):
+        """At least `steps` steps in two or more rounds, a dictionary of copies each; invalid matches are left out.
+
+        `mask` (rows, matches, seats) is set where the learner's seat is alive.
+        """
+        rounds, played = [], 0
+        while played < steps or len(rounds) < 2:
+            _, lengths, _, valid = self.play()
+            played += int(lengths.sum())
+            rows = torch.arange(int(lengths.max()) + 1, device=lengths.device).view(-1, 1, 1)
+            episodes = {name: values[: len(rows), valid].clone() for name, values in self.episodes.items()}
+            episodes["mask"] = episodes["alive"] & (rows <= lengths[valid].unsqueeze(-1))
+            rounds.append(episodes)
+        return rounds
 
     def evaluate(self, count):
         """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones."""
@@ -280,7 +326,7 @@ class SeatSelection:
 def load_player(run, env, seats):
     """The greedy policy of a run of any script, playing `seats` (matches, seats) of matches like those of `env`."""
     script, args = checkpoints.script_of(run)
-    with preserved_rng(env.device):  # networks are initialised at random before they are loaded
+    with preserved_rng(env.device), checkpoints.limited_sizes(run):  # networks are initialised before they are loaded
         if getattr(args, "share_parameters", True) or seats.shape[1] == env.n_agents:
             return script.load_player(run, env, seats)
         every_seat = torch.arange(env.n_agents, device=env.device).repeat(len(seats), 1)

@@ -96,7 +96,6 @@ def _shortest(ground, goal, climbs, distance, toward, queue):
                     tail = (tail + 1) % size
 
 
-@njit
 def _fill(ground, climbs, table):
     height, width = ground.shape
     cells = height * width
@@ -118,8 +117,7 @@ def _fill(ground, climbs, table):
             table[start, goal] = here
 
 
-with vector.our_cache():
-    _fill_table = njit(cache=True)(getattr(_fill, "py_func", _fill))
+_fill_table = vector.keep(njit(vector.rebind(_fill, f"fill_table_{vector.fingerprint(_fill)}")))
 
 
 @functools.lru_cache(maxsize=32)

@@ -60,9 +60,9 @@ class Team:
             example = f"{env.n_agents - 1}other1{learner_names[0]}"
             raise ValueError(f"nobody of the pool would play; a team with them is {example}")
         self.groups = self._groups(spec, learner_names)
+        if (count := sum(count for count, _ in self.groups)) != env.n_agents:
+            raise ValueError(f"team {spec!r} has {count} seats, but {env.name} has {env.n_agents}")
         seats = [g for g, (count, _) in enumerate(self.groups) for _ in range(count)]
-        if len(seats) != env.n_agents:
-            raise ValueError(f"team {spec!r} has {len(seats)} seats, but {env.name} has {env.n_agents}")
         self._learner_groups = [g for g, (_, policies) in enumerate(self.groups) if policies is None]
         own = [place for place, g in enumerate(seats) if g in self._learner_groups]
         if not own:

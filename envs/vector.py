@@ -12,12 +12,14 @@ NumPy or Numba, same memory, no copies. With NUMBA_DISABLE_JIT=1 everything runs
 
 import ast
 import contextlib
+import enum
 import functools
 import hashlib
+import importlib.metadata
 import inspect
 import math
 import os
-import shutil
+import pickle
 import sys
 import textwrap
 import time
@@ -94,30 +96,161 @@ def _pop_bit(mask):
     return lambda mask: (trailing_zeros(mask), mask & (mask - 1))
 
 
-# ---- compiled code is kept between runs, under the hash of the sources it came from ----
+# ---- compiled code is kept between runs, in files named after a hash of all that it came from ----
+def _file(path):
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+SOURCE = _file(__file__)
+
+
+def fingerprint(*functions):
+    """A hash of what compiled code is made of: the functions, all that they call, the constants, the versions.
+
+    It goes by what was imported, not by what the files hold now, and sees nothing of the code that is not compiled.
+    """
+    parts, seen, waiting = set(), set(), list(functions)
+    while waiting:
+        value = waiting.pop()
+        function = getattr(value, "py_func", value)
+        if function in seen or str(function.__module__).partition(".")[0] in ("numpy", "numba"):
+            continue
+        seen.add(function)
+        parts.add(repr((_code(function.__code__), function.__defaults__, getattr(value, "targetoptions", None))))
+        if value is function:  # compiled in another form, such as pop_bit, which is in the same file
+            parts.add(hashlib.sha256(_file(function.__code__.co_filename)).hexdigest())
+        for name, item in _referred_to(function):
+            if isinstance(getattr(item, "py_func", item), types.FunctionType):
+                waiting.append(item)
+            else:
+                parts.add(f"{function.__module__}: {name} = {_constant(item)}")
+    digest = hashlib.sha256(SOURCE)
+    versions = (sys.version, numba.__version__, np.__version__, _version("numba-cuda"), numba.config.BOUNDSCHECK)
+    for part in (str(versions), *sorted(parts)):
+        digest.update(part.encode())
+    return digest.hexdigest()[:16]
+
+
+def _referred_to(function):
+    """(name, value) of the globals that the code may mean, those of modules too: draw, paths.joined, paths.WALL."""
+    names, closure = _names(function.__code__), inspect.getclosurevars(function).nonlocals
+    yield from closure.items()
+    scopes, seen = [("", function.__globals__)], []
+    for prefix, scope in scopes:
+        for name in names & scope.keys():
+            if not isinstance(scope[name], types.ModuleType):
+                yield prefix + name, scope[name]
+            elif scope[name] not in seen:
+                seen.append(scope[name])
+                scopes.append((f"{prefix}{name}.", vars(scope[name])))
+
+
+def _names(code):
+    return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def _code(code):
+    constants = [_code(item) if isinstance(item, types.CodeType) else item for item in code.co_consts]
+    return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars
+
+
+def _constant(value):
+    """What compiled code takes it for, as text that is the same in every run."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{value.shape}{value.tobytes()}"
+    if isinstance(value, tuple):
+        return str([_constant(item) for item in value])
+    if isinstance(value, type):
+        return f"{value.__qualname__}{getattr(value, '_fields', '')}"
+    plain = (bool, int, float, complex, str, bytes, np.generic, np.dtype, numba.types.Type, enum.Enum)
+    return repr(value) if isinstance(value, plain) else str(type(value))
+
+
+@functools.cache
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 @functools.cache
 def cache_folder():
+    """Where compiled code is kept unless NUMBA_CACHE_DIR says where; files unused for a month are removed."""
     root_folder = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or str(Path.home() / ".cache")
     home = Path(root_folder) / "omg-marl"
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
     with contextlib.suppress(OSError):
-        for old in home.glob("*"):
+        for old in home.rglob("*.*"):
             if time.time() - old.stat().st_mtime > 30 * 24 * 3600:
-                shutil.rmtree(old, ignore_errors=True)
-    return str(home / f"{digest.hexdigest()[:16]}-{sys.implementation.cache_tag}")
+                old.unlink()
+    return str(home)
 
 
-@contextlib.contextmanager
-def our_cache():
-    """Numba notes where to cache when a function is decorated; its own default does not see edits in other files."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = before or cache_folder()
+class _Files:
+    """The files of one function's cache, in place of Numba's: one a signature, with a checksum.
+
+    Numba's own would run garbage, end the program at a cut file, and never replace it.
+    """
+
+    def __init__(self, folder, name, dump):
+        self.folder, self.name, self.dump = Path(folder), name, dump
+
+    def _path(self, key):
+        return self.folder / f"{self.name}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.nbc"
+
+    def load(self, key):
+        path = self._path(key)
+        content = path.read_bytes()
+        checksum, data = content[:32], content[32:]
+        if hashlib.sha256(data).digest() == checksum:
+            with contextlib.suppress(OSError):
+                os.utime(path)  # in use
+            return pickle.loads(data)
+
+    def save(self, key, data):
+        path, data = self._path(key), self.dump(data)
+        aside = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            aside.write_bytes(hashlib.sha256(data).digest() + data)
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def flush(self):
+        pass
+
+
+def keep(dispatcher):
+    """The compiled function, kept between runs where there is a place for it. Its name has to have the fingerprint."""
+    if not hasattr(dispatcher, "enable_caching"):  # NUMBA_DISABLE_JIT
+        return dispatcher
+    # Numba notes where to cache when caching is enabled; its CUDA part may have a configuration of its own
+    configs = [sys.modules[name] for name in ("numba.core.config", "numba.cuda.core.config") if name in sys.modules]
+    before = [config.CACHE_DIR for config in configs]
     try:
-        yield
+        for config in configs:
+            config.CACHE_DIR = config.CACHE_DIR or cache_folder()
+        dispatcher.enable_caching()
+    except (OSError, RuntimeError):  # no place that can be written to
+        return dispatcher
     finally:
-        numba.config.CACHE_DIR = before
+        for config, folder in zip(configs, before):
+            config.CACHE_DIR = folder
+    cache = dispatcher._cache
+    cache._cache_file = _Files(cache.cache_path, dispatcher.py_func.__name__, cache._cache_file._dump)
+    cache.load_overload, cache.save_overload = _or_none(cache.load_overload), _or_none(cache.save_overload)
+    return dispatcher
+
+
+def _or_none(function):
+    def tried(*args):
+        with contextlib.suppress(Exception):  # a file that cannot be read is compiled anew, a full disk keeps nothing
+            return function(*args)
+
+    return tried
 
 
 def rebind(function, name, **names):
@@ -141,9 +274,8 @@ def _threaded(op, matches, rule, game):
 @functools.cache
 def _compile_cpu(run_one, threaded):
     body = _threaded if threaded else _serial
-    name = f"{run_one.__module__}.{run_one.__name__}{body.__name__}"
-    with our_cache():
-        return njit(cache=True, nogil=True, parallel=threaded)(rebind(body, name, run_one=run_one))
+    name = f"{run_one.__module__}.{run_one.__name__}_{fingerprint(run_one)}{body.__name__}"
+    return keep(njit(nogil=True, parallel=threaded)(rebind(body, name, run_one=run_one)))
 
 
 # ---- CUDA: templates; the capitals, `run_one`, `world_of`, `place_of` and Numba's names are bound by _for_cuda ----
@@ -284,12 +416,13 @@ def _compile_cuda(run_one, rule, lanes, threads, in_step=False, staged=None, sha
     names["run_one"] = cuda.jit(program, device=True)
     kernel = _for_cuda(_in_shared_memory if staged else _in_place, done, **names)
     sizes = (rule, shapes, lanes, in_step, staged and staged[2:])
-    digest = hashlib.sha256(repr((run_one.__module__, sizes)).encode()).hexdigest()[:16]
+    # CUDA compiles what the files hold now
+    sources = sorted(inspect.getsource(function) for function in done)
+    made_of = (fingerprint(run_one, *(staged[:2] if staged else ())), sources, sizes)
+    digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
     kernel.__name__ = kernel.__qualname__ = f"{run_one.__name__}_{digest}"  # what the cache knows it by
     registers = REGISTERS_IN_STEP if in_step and lanes < WARP else REGISTERS
-    with our_cache():
-        # called, not used as a decorator, which would forget lto
-        return cuda.jit(kernel, cache=True, lto=False, max_registers=registers)
+    return keep(cuda.jit(kernel, lto=False, max_registers=registers))  # as a decorator it would forget lto
 
 
 # ---- three things about Numba's compilers that have no switch; in force while our code is compiled ----
