@@ -13,7 +13,7 @@ import inspect
 import gymnasium
 import torch
 
-from envs import foraging, stag_hunt
+from envs import foraging, predator_prey, stag_hunt
 from envs.battle import Battle
 from envs.battle_data import MAPS
 from envs.coin_game import IDS as COIN_GAMES
@@ -21,6 +21,7 @@ from envs.coin_game import CoinGame
 from envs.foraging import Foraging, is_foraging
 from envs.kuhn import Kuhn
 from envs.matrix_games import GAMES, MatrixGame
+from envs.predator_prey import PredatorPrey, is_tag
 from envs.snowdrift import IDS as SNOWDRIFTS
 from envs.snowdrift import Snowdrift
 from envs.stag_hunt import StagHunt, is_hunt
@@ -31,16 +32,17 @@ KINDS = {  # the class of each id; the real game's is imported when it is asked 
     **dict.fromkeys(MAPS, Battle),
     **dict.fromkeys(stag_hunt.IDS, StagHunt),
     **dict.fromkeys(foraging.IDS, Foraging),
+    **dict.fromkeys(predator_prey.IDS, PredatorPrey),
     "kuhn": Kuhn,
     **dict.fromkeys(GAMES, MatrixGame),
     **dict.fromkeys(COIN_GAMES, CoinGame),
     **dict.fromkeys(SNOWDRIFTS, Snowdrift),
 }
-PATTERNS = ("stag_hunt_{height}x{width}_{hares}h{stags}s", foraging.FORM)
+PATTERNS = ("stag_hunt_{height}x{width}_{hares}h{stags}s", foraging.FORM, "simple_tag_{predators}v{prey}")
 
 
 def list_ids():
-    """The ids that `make` takes; it also takes the patterns of the stag hunts and of foraging."""
+    """The ids that `make` takes; it also takes those of PATTERNS."""
     return [*KINDS, *(f"sc2/{name}" for name in MAPS)]
 
 
@@ -72,6 +74,8 @@ def _kind(env_id):
         return StagHunt
     if isinstance(env_id, str) and is_foraging(env_id):
         return Foraging
+    if isinstance(env_id, str) and is_tag(env_id):
+        return PredatorPrey
     if env_id in list_ids():
         from envs.starcraft2 import StarCraft2  # only those who ask for it need its package
 

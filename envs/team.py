@@ -72,6 +72,13 @@ class Team:
             self.groups = [(count, self.used if policies is None else policies) for count, policies in self.groups]
         self.arrangement = np.array(seats)
         self.rotation = _rotation(seat, own[0], env.n_agents)
+        self.shifts = np.arange(env.n_agents)  # what rotation goes through
+        if getattr(env, "sides", None) is not None:
+            sides = np.array(env.sides)[(self.shifts[:, None] + own) % env.n_agents]  # of the learner's seats
+            for wanted in (sides == env.learner_side, sides == sides[:, :1]):  # its usual side, or at least one side
+                if wanted.all(1).any():
+                    self.shifts = self.shifts[wanted.all(1)]
+                    break
 
         def zeros(dtype, seats=env.n_agents):
             return torch.zeros((env.num_envs, seats), dtype=dtype, device=env.device)
@@ -139,7 +146,7 @@ class Team:
         if rotation == "rotate":
             rotation = np.arange(matches) + self.rounds
         elif rotation == "random":
-            rotation = rng.integers(self.env.n_agents, size=matches)
+            rotation = rng.integers(len(self.shifts), size=matches)
 
         def choose(count, policies):
             draws = matches * (count if self.mix else 1)
@@ -149,12 +156,15 @@ class Team:
         self.assign(rotation, choose)
 
     def assign(self, rotation, choose):
-        """Seats the teams of a round, rotated by `rotation`, a number or one for every match.
+        """Seats the teams of a round, rotated by `rotation`, a number or one for every match. A learner whose seat is
+        not fixed stays on its side.
 
         choose(count, policies) returns which of so many policies gets each of a group's seats, match after match.
         """
         env = self.env
         seats = np.arange(env.n_agents)
+        if self.rotation in ("rotate", "random"):
+            rotation = self.shifts[np.asarray(rotation) % len(self.shifts)]
         group = self.arrangement[(seats - np.reshape(rotation, (-1, 1))) % env.n_agents]
         group = np.broadcast_to(group, (env.num_envs, env.n_agents))
         policy_id = np.full(group.shape, -1)
@@ -172,6 +182,14 @@ class Team:
         self.networks.assign(policy_id)
         for policy, player in self.players.items():
             player.assign((policy_id == policy).any(1))
+
+    def is_opposed(self):
+        """Whether learners of one match are on different sides."""
+        sides = getattr(self.env, "sides", None)
+        if sides is None:
+            return False
+        sides = torch.tensor(sides)[self.learner_seats.cpu()]
+        return bool((sides != sides[:, :1]).any())
 
     def max_seats(self, policy):
         """How many seats, of all matches together, a policy can be assigned in a round."""
