@@ -75,7 +75,7 @@ def exit_on_signals():
 
 
 def _signal_at_eof():
-    while sys.stdin.buffer.read(1024):
+    while os.read(sys.stdin.fileno(), 1024):  # sys.stdin itself would be locked when the program ends
         pass
     _thread.interrupt_main(signal.SIGTERM)
 
