@@ -179,6 +179,20 @@ def fill_in(args, defaults):
             setattr(args, name, value)
 
 
+def check_common_goal(args, env, team):
+    """For scripts whose learners share a value: rejects learners on opposite sides, and says what is maximised."""
+    if team.is_opposed():
+        example = f"{env.sides.count(0)}learner{env.sides.count(1)}{env.policies[0]}"
+        raise UsageError(f"--team {args.team}: {args.env_id} has two sides, of which one can learn: --team {example}")
+    if env.zero_sum and args.team == "self":
+        raise UsageError(
+            f"--env-id {args.env_id}: the rewards add up to zero, so a team of all players has nothing to learn; "
+            "iql.py plays against itself, and --team scripted is one learner against scripted others"
+        )
+    if not env.team_reward:
+        print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
+
+
 def fill_in_sizes(args):
     """Sets the sizes of a run that were not given: they depend on the device and on how many seats learn."""
     real_game = args.env_id.startswith("sc2/")
