@@ -435,10 +435,9 @@ if __name__ == "__main__":
     device = runs.set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
-    if not env.team_reward:
-        print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
+    runs.check_common_goal(args, env, team)
     learner = Learner(args, env)
     runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats), FIELDS)
     eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.target_agents, eval_team.learner_seats))

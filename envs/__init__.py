@@ -13,21 +13,36 @@ import inspect
 import gymnasium
 import torch
 
+from envs import foraging, predator_prey, stag_hunt
 from envs.battle import Battle
 from envs.battle_data import MAPS
-from envs.stag_hunt import IDS, StagHunt, is_hunt
+from envs.coin_game import IDS as COIN_GAMES
+from envs.coin_game import CoinGame
+from envs.foraging import Foraging, is_foraging
+from envs.kuhn import Kuhn
+from envs.matrix_games import GAMES, MatrixGame
+from envs.predator_prey import PredatorPrey, is_tag
+from envs.snowdrift import IDS as SNOWDRIFTS
+from envs.snowdrift import Snowdrift
+from envs.stag_hunt import StagHunt, is_hunt
 
 __all__ = ["list_ids", "make"]
 
 KINDS = {  # the class of each id; the real game's is imported when it is asked for
     **dict.fromkeys(MAPS, Battle),
-    **dict.fromkeys(IDS, StagHunt),
+    **dict.fromkeys(stag_hunt.IDS, StagHunt),
+    **dict.fromkeys(foraging.IDS, Foraging),
+    **dict.fromkeys(predator_prey.IDS, PredatorPrey),
+    "kuhn": Kuhn,
+    **dict.fromkeys(GAMES, MatrixGame),
+    **dict.fromkeys(COIN_GAMES, CoinGame),
+    **dict.fromkeys(SNOWDRIFTS, Snowdrift),
 }
-PATTERN = "stag_hunt_{height}x{width}_{hares}h{stags}s"
+PATTERNS = ("stag_hunt_{height}x{width}_{hares}h{stags}s", foraging.FORM, "simple_tag_{predators}v{prey}")
 
 
 def list_ids():
-    """The ids that `make` takes; it also takes the pattern of the stag hunts."""
+    """The ids that `make` takes; it also takes those of PATTERNS."""
     return [*KINDS, *(f"sc2/{name}" for name in MAPS)]
 
 
@@ -57,11 +72,15 @@ def _kind(env_id):
         return KINDS[env_id]
     if isinstance(env_id, str) and is_hunt(env_id):
         return StagHunt
+    if isinstance(env_id, str) and is_foraging(env_id):
+        return Foraging
+    if isinstance(env_id, str) and is_tag(env_id):
+        return PredatorPrey
     if env_id in list_ids():
         from envs.starcraft2 import StarCraft2  # only those who ask for it need its package
 
         return StarCraft2
-    raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())} or {PATTERN}")
+    raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())} or {' or '.join(PATTERNS)}")
 
 
 def _device(name, kind):

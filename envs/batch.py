@@ -194,8 +194,13 @@ class Batch:
     """`num_envs` matches at a time. What its methods return is overwritten by the next call: clone what you keep."""
 
     policies = ()
+    default_others = ()  # the policies that others are drawn from where none are named; empty: all
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
+    zero_sum = False  # whether all rewards of a step add up to nothing
     ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
+    obs_bound = 1.0  # no number of an observation is larger, or smaller than its negative
+    sides = None  # the side, 0 or 1, of each agent, where there are two with opposing interests
+    learner_side = 0  # whose seats a single learner rotates through, where there are sides
     simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
     passed_on = ()  # options that go to another package as they are
 
@@ -210,7 +215,8 @@ class Batch:
             "render_modes": ["rgb_array"],
             "autoreset_mode": modes.SAME_STEP if autoreset else modes.DISABLED,
         }
-        self.single_observation_space = gymnasium.spaces.Box(-1.0, 1.0, (self.n_agents, self.obs_dim), np.float32)
+        shape, bound = (self.n_agents, self.obs_dim), self.obs_bound
+        self.single_observation_space = gymnasium.spaces.Box(-bound, bound, shape, np.float32)
         self.single_action_space = gymnasium.spaces.MultiDiscrete([self.n_actions] * self.n_agents)
 
         def blank(dtype, *shape):
@@ -371,6 +377,10 @@ class Batch:
             f"{self.name}: a batch cannot be copied or pickled, since its programs write to the tensors they were made "
             "with; snapshot() copies the matches, and restore() puts them into a batch made with the same arguments"
         )
+
+    def origin(self, agent, index=0):
+        """What the places in an agent's observation are measured from, where an environment has `places`."""
+        return torch.zeros(2, device=self.device)
 
     def render(self, index=0, size=480, sight=None, goals=None):
         """A picture of match `index`: RGB bytes (height, width, 3), `size` pixels wide and at most as high.

@@ -75,7 +75,7 @@ def exit_on_signals():
 
 
 def _signal_at_eof():
-    while sys.stdin.buffer.read(1024):
+    while os.read(sys.stdin.fileno(), 1024):  # sys.stdin itself would be locked when the program ends
         pass
     _thread.interrupt_main(signal.SIGTERM)
 
@@ -177,6 +177,20 @@ def fill_in(args, defaults):
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+
+
+def check_common_goal(args, env, team):
+    """For scripts whose learners share a value: rejects learners on opposite sides, and says what is maximised."""
+    if team.is_opposed():
+        example = f"{env.sides.count(0)}learner{env.sides.count(1)}{env.policies[0]}"
+        raise UsageError(f"--team {args.team}: {args.env_id} has two sides, of which one can learn: --team {example}")
+    if env.zero_sum and args.team == "self":
+        raise UsageError(
+            f"--env-id {args.env_id}: the rewards add up to zero, so a team of all players has nothing to learn; "
+            "iql.py plays against itself, and --team scripted is one learner against scripted others"
+        )
+    if not env.team_reward:
+        print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
 
 
 def fill_in_sizes(args):

@@ -22,7 +22,6 @@ import torch
 from envs import checkpoints
 from envs.episodes import Inputs, load_player, preserved_rng
 
-DEFAULT_SCRIPTED = ("nearest", "weakest", "kite")  # the team-mates in a battle, where none are named
 GROUP = re.compile(r"(\d+)([A-Za-z_]+)")
 
 
@@ -73,6 +72,13 @@ class Team:
             self.groups = [(count, self.used if policies is None else policies) for count, policies in self.groups]
         self.arrangement = np.array(seats)
         self.rotation = _rotation(seat, own[0], env.n_agents)
+        self.shifts = np.arange(env.n_agents)  # what rotation goes through
+        if getattr(env, "sides", None) is not None:
+            sides = np.array(env.sides)[(self.shifts[:, None] + own) % env.n_agents]  # of the learner's seats
+            for wanted in (sides == env.learner_side, sides == sides[:, :1]):  # its usual side, or at least one side
+                if wanted.all(1).any():
+                    self.shifts = self.shifts[wanted.all(1)]
+                    break
 
         def zeros(dtype, seats=env.n_agents):
             return torch.zeros((env.num_envs, seats), dtype=dtype, device=env.device)
@@ -92,7 +98,7 @@ class Team:
         if spec == "self":
             return [(env.n_agents, None)]
         if spec in (None, "scripted"):
-            names = [name for name in env.policies if name in DEFAULT_SCRIPTED] or env.policies
+            names = env.default_others or env.policies
             return [(env.n_agents - 1, [env.policies.index(name) for name in names]), (1, None)]
         return [
             (count, None if name in learner_names else self._candidates(name, spec, learner_names))
@@ -140,7 +146,7 @@ class Team:
         if rotation == "rotate":
             rotation = np.arange(matches) + self.rounds
         elif rotation == "random":
-            rotation = rng.integers(self.env.n_agents, size=matches)
+            rotation = rng.integers(len(self.shifts), size=matches)
 
         def choose(count, policies):
             draws = matches * (count if self.mix else 1)
@@ -150,12 +156,15 @@ class Team:
         self.assign(rotation, choose)
 
     def assign(self, rotation, choose):
-        """Seats the teams of a round, rotated by `rotation`, a number or one for every match.
+        """Seats the teams of a round, rotated by `rotation`, a number or one for every match. A learner whose seat is
+        not fixed stays on its side.
 
         choose(count, policies) returns which of so many policies gets each of a group's seats, match after match.
         """
         env = self.env
         seats = np.arange(env.n_agents)
+        if self.rotation in ("rotate", "random"):
+            rotation = self.shifts[np.asarray(rotation) % len(self.shifts)]
         group = self.arrangement[(seats - np.reshape(rotation, (-1, 1))) % env.n_agents]
         group = np.broadcast_to(group, (env.num_envs, env.n_agents))
         policy_id = np.full(group.shape, -1)
@@ -173,6 +182,14 @@ class Team:
         self.networks.assign(policy_id)
         for policy, player in self.players.items():
             player.assign((policy_id == policy).any(1))
+
+    def is_opposed(self):
+        """Whether learners of one match are on different sides."""
+        sides = getattr(self.env, "sides", None)
+        if sides is None:
+            return False
+        sides = torch.tensor(sides)[self.learner_seats.cpu()]
+        return bool((sides != sides[:, :1]).any())
 
     def max_seats(self, policy):
         """How many seats, of all matches together, a policy can be assigned in a round."""
