@@ -103,7 +103,8 @@ def package_throughput(env, seconds):
     """(steps a second, agents) of one match of a package with random actions, resets included."""
     by_name = hasattr(env, "possible_agents")  # PettingZoo's
     agents = len(env.possible_agents) if by_name else env.n_agents
-    actions = np.random.default_rng(0).integers(5, size=(1000, agents))
+    choices = 5 if by_name else env.action_space[0].n
+    actions = np.random.default_rng(0).integers(choices, size=(1000, agents))
     env.reset(seed=0)
     steps, started = 0, time.perf_counter()
     while time.perf_counter() - started < seconds:

@@ -46,8 +46,11 @@ def list_ids():
     return [*KINDS, *(f"sc2/{name}" for name in MAPS)]
 
 
-def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, **options):
-    """A batch of `num_envs` matches of one environment; the options are those of its class."""
+def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, **options):
+    """A batch of `num_envs` matches of one environment; the options are those of its class.
+
+    With `encounters` an episode is as many matches in a row; info["encounter"] (num_envs,) tells which one it is.
+    """
     kind = _kind(env_id)
     if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
         raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
@@ -60,7 +63,13 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, **options):
     for name in options:
         if name not in allowed:
             raise ValueError(f"{env_id} has no option {name!r}: one of {', '.join(allowed)}")
-    batch = kind(env_id, num_envs, _device(device, kind), seed, n_agents, **options)
+    if isinstance(encounters, bool) or not isinstance(encounters, int) or not 1 <= encounters <= 10_000:
+        raise ValueError(f"encounters is a whole number from 1 to 10000, not {encounters!r}")
+    if encounters > 1 and not kind.simulated:
+        raise ValueError(f"{env_id} is played match by match: encounters is 1, not {encounters}")
+    batch = kind.__new__(kind)
+    batch.encounters = encounters  # before the tensors and programs are made
+    batch.__init__(env_id, num_envs, _device(device, kind), seed, n_agents, **options)
     if n_agents not in (None, batch.n_agents):
         raise ValueError(f"{env_id} is played by {batch.n_agents} agents, not {n_agents!r}")
     return batch

@@ -22,9 +22,9 @@ PLAY, RESTART, LOOK = range(3)  # what a batch can be told to do
 OUTPUTS = ("obs", "state", "avail", "alive", "reward", "terminated", "truncated", "won")
 FINAL = ("final_obs", "final_state", "final_avail")
 HANDS = ("actions", "mask", "policy", "scripted")  # what comes in, and what the scripted policies say
-TENSORS = ("match", *OUTPUTS, *FINAL, *HANDS)  # what the game of every batch has
-# Numbers that every life cycle goes by. idle: the action of a match that is over.
-RULE = ("agents", "actions", "obs_dim", "state_dim", "limit", "autoreset", "idle")
+TENSORS = ("match", "encounter", *OUTPUTS, *FINAL, *HANDS)  # what the game of every batch has
+# Numbers that every life cycle goes by. idle: the action of a match that is over; encounters: matches of an episode.
+RULE = ("agents", "actions", "obs_dim", "state_dim", "limit", "autoreset", "idle", "encounters")
 
 
 # ---- the life cycle of a match, for CPU and CUDA: templates, whose last free names `life_cycle` binds ----
@@ -45,6 +45,8 @@ def _advance(op, m, row, lane, lanes, g, game):
             over = terminated or truncated
             if over:
                 match[row, STAGE] = OVER
+            if over and game.encounter[m] + 1 < rule.encounters:  # the episode goes on with the next match
+                terminated, truncated = False, False
             game.terminated[m], game.truncated[m], game.won[m] = terminated, truncated, won and over
         if freezing:
             freeze_match(m, row, lane, lanes, g, game)
@@ -57,19 +59,22 @@ def _advance(op, m, row, lane, lanes, g, game):
 
 
 def _restart(playing, restarting, m, row, lane, lanes, g, game):
-    """Sets up the next match if asked to, or by autoreset. Returns whether it did."""
+    """Sets up the next match if asked to, within an encounter, or by autoreset. Returns whether it did."""
     rule, match = g.rule, g.match
-    finished = playing and rule.autoreset == 1 and match[row, STAGE] == OVER
-    restarting = restarting or finished
+    over = playing and match[row, STAGE] == OVER
+    goes_on = over and game.encounter[m] + 1 < rule.encounters
+    finished = over and rule.autoreset == 1 and not goes_on
+    restarting = restarting or finished or goes_on
     barrier()
     if finished:
         keep(m, lane, lanes, rule, game)
-    elif restarting:
+    elif restarting and not goes_on:
         for a in range(lane, rule.agents, lanes):
             game.reward[m, a] = 0
         if lane == 0:
             game.terminated[m], game.truncated[m], game.won[m] = False, False, False
     if restarting and lane == 0:
+        game.encounter[m] = game.encounter[m] + 1 if goes_on else 0
         match[row, EPISODE] += 1
         match[row, STEP], match[row, STAGE] = 0, RUNNING
     barrier()
@@ -196,6 +201,7 @@ class Batch:
     policies = ()
     default_others = ()  # the policies that others are drawn from where none are named; empty: all
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
+    encounters = 1  # matches in a row with the same others, which are one episode
     zero_sum = False  # whether all rewards of a step add up to nothing
     ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
     obs_bound = 1.0  # no number of an observation is larger, or smaller than its negative
@@ -207,7 +213,8 @@ class Batch:
     def __init__(self, name, num_envs, device, seed, agents, sizes, autoreset, check, simulation):
         self.name, self.num_envs, self.device, self.agents = name, num_envs, torch.device(device), agents
         self.n_agents, self.autoreset, self._seed, self._started = len(agents), autoreset, seed, False
-        self.n_actions, self.obs_dim, self.state_dim, self.episode_limit = sizes
+        self.n_actions, self.obs_dim, self.state_dim, self.match_limit = sizes
+        self.episode_limit = self.match_limit * self.encounters
         self.check = num_envs <= 64 and self.device.type == "cpu" if check is None else check
         modes = gymnasium.vector.AutoresetMode
         self.metadata = {
@@ -226,6 +233,7 @@ class Batch:
         self._simulation = {name: blank(dtype, *shape) for name, (dtype, shape) in simulation.items()}
         self._simulation["match"] = blank(integer, matches, 4)
         self._simulation["match"][:, STAGE] = FROZEN
+        self._simulation["encounter"] = blank(integer, matches)
         kept = matches if autoreset else 0
         self._outputs = {
             "obs": blank(number, matches, agents, self.obs_dim),
@@ -246,6 +254,7 @@ class Batch:
             key: self._outputs[key] for key in ("state", "avail", "alive", "won", *(FINAL if autoreset else ()))
         }
         self._info["invalid"] = blank(yes, matches)
+        self._info["encounter"] = self._simulation["encounter"]
 
     @functools.cached_property
     def observation_space(self):  # made when asked for: its bounds take twice the memory of the observations
@@ -263,7 +272,7 @@ class Batch:
     def _rule_numbers(self, idle):
         """The numbers of RULE, by name."""
         sizes = (self.n_agents, self.n_actions, self.obs_dim, self.state_dim)
-        return dict(zip(RULE, (*sizes, self.episode_limit, int(self.autoreset), idle)))
+        return dict(zip(RULE, (*sizes, self.match_limit, int(self.autoreset), idle, self.encounters)))
 
     def play(self, functions, game_type, rule_type, idle, tensors=None, lanes=16, **numbers):
         """Plays by `functions`: reset_one, step_one, observe_one, act_one.
@@ -297,6 +306,11 @@ class Batch:
     def info(self):
         """State, masks and the rest now, as reset and step return them."""
         return self._info
+
+    @property
+    def leaving_ends(self):
+        """Whether an agent that leaves has ended its own episode: with rewards of its own, in the only match."""
+        return not self.team_reward and self.encounters == 1
 
     @property
     def steps(self):

@@ -179,6 +179,18 @@ def fill_in(args, defaults):
             setattr(args, name, value)
 
 
+def check_team_options(args):
+    """Rejects options that do not go together."""
+    if args.team != "self" and not getattr(args, "share_parameters", True):
+        raise UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
+    if args.tell_who and args.team == "self":
+        raise UsageError("--tell-who is for a learner among others: with --team self there are none to tell of")
+    if args.tell_who and args.capture_video:
+        raise UsageError("--tell-who has no video: what such a learner is told is known in its own run only")
+    if args.keep_memory and args.encounter == 1:
+        raise UsageError("--keep-memory is for encounters of several matches: --encounter says how many")
+
+
 def check_common_goal(args, env, team):
     """For scripts whose learners share a value: rejects learners on opposite sides, and says what is maximised."""
     if team.is_opposed():
@@ -604,13 +616,20 @@ class Run:
 
     def log_evaluation(self, returns, lengths, won, **groups):
         """Logs the results of EpisodeRunner.evaluate, and further metrics, a dictionary for each group."""
+        groups |= self._encounters()
         result = {"win_rate": won.float().mean().item(), "episodic_return": returns.mean().item()}
         for group, metrics in {"eval": result, **groups}.items():
             self.log({f"{group}/{name}": value for name, value in metrics.items()})
         self.progress["evals"].append({"steps": self.steps, "seconds": time.time() - self.started, **result})
 
+    def _encounters(self):
+        """The mean returns by the number of a match in its encounter, if there are encounters."""
+        found = getattr(self.state.get("eval_runner"), "match_returns", {})
+        return {"encounter": found} if found else {}
+
     def finish(self, returns, lengths, won, **groups):
         """Writes the last checkpoint and results.json, and prints a summary; parameters as in log_evaluation."""
+        groups |= self._encounters()
         self.progress |= {"seconds": time.time() - self.started, "complete": True}
         saved = self.save()
         final = {

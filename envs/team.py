@@ -45,12 +45,14 @@ class Team:
         epsilon=0.0,
         seed=0,
         stand_in=False,
+        encounter=1,
     ):
         self.env = env
         self.mix = mix
         self.epsilon = epsilon
         self.seed = seed
         self.rounds = 0
+        self.encounter = encounter  # rounds in a row with the same others
         self.runs = read_pool([path for path in pool if str(path) not in env.policies], env)
         self.policy_names = [*env.policies, *(run.path for run in self.runs)]  # by policy_id
         scripts = [env.policies.index(name) for name in map(str, pool) if name in env.policies]
@@ -426,3 +428,42 @@ def can_stack(run, env, matches=32, steps=8):
             same += int((action == networks.act(last_action, 0.0)).sum())
             last_action = action
     return same >= 0.999 * steps * last_action.numel()
+
+
+# ---- an oracle ----
+class TellWho:
+    """An environment whose observations also say who the others are, one-hot from the next seat on.
+
+    What a learner gains by it is all that a model of the others could give. Learners' seats are zeros.
+    """
+
+    def __init__(self, env, team):
+        self._env = env
+        self._team = team
+        self._used = torch.tensor(team.used, device=env.device)
+        self.obs_dim = env.obs_dim + (env.n_agents - 1) * len(team.used)
+        self._obs = torch.zeros((env.num_envs, env.n_agents, self.obs_dim), device=env.device)
+
+    def __getattr__(self, name):
+        return getattr(self._env, name)
+
+    @property
+    def obs(self):
+        return self._obs
+
+    def reset(self, *args, **options):
+        _, info = self._env.reset(*args, **options)
+        n_agents = self.n_agents
+        seats = torch.arange(n_agents, device=self.device)
+        others = (seats.unsqueeze(1) + seats[1:]) % n_agents  # (n_agents, n_agents - 1)
+        policy_id = self._team.policy_id[:, others]
+        self._obs[..., self._env.obs_dim :] = (policy_id.unsqueeze(-1) == self._used).flatten(2)
+        return self._tell(), info
+
+    def step(self, actions):
+        _, *results = self._env.step(actions)
+        return self._tell(), *results
+
+    def _tell(self):
+        self._obs[..., : self._env.obs_dim] = self._env.obs
+        return self._obs
