@@ -11,7 +11,9 @@ With --adapt it then continues to learn among these others, and is tested again.
 import csv
 import gc
 import glob
+import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -46,8 +48,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import envs  # noqa: E402
-from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import EpisodeRunner, ScriptedPlayer, load_runner  # noqa: E402
+from envs import checkpoints, files, play, runs  # noqa: E402
+from envs.episodes import EpisodeRunner, GameFailed, ScriptedPlayer, load_runner  # noqa: E402
 from envs.team import Team  # noqa: E402
 
 ANALYSED, ANALYSES = 64, 4  # matches that a model is measured on at a time, and how often for a row
@@ -77,7 +79,7 @@ def check_args(args, egos):
     """
     if not egos or not args.others:
         raise ValueError("--ego and --others name somebody")
-    runs.check_ranges(args, positive="episodes num_envs adapt")
+    runs.check_ranges(args, positive="episodes num_envs adapt", non_negative="seed")
     known = [saved for saved in (egos if any(egos.values()) else find(args.others)).values() if saved]
     if not known and not args.env_id:
         raise ValueError("there is no run among egos and others: --env-id says what scripted policies are to play")
@@ -97,6 +99,8 @@ def check_args(args, egos):
         elif name not in env.policies:
             scripted = ", ".join(env.policies)
             raise ValueError(f"--ego {name}: no run with a checkpoint.pt is there; scripted policies are {scripted}")
+        if args.adapt and saved:
+            check_names(name, saved)
         if args.adapt and saved and not saved["args"].get("share_parameters", True):
             raise ValueError(f"--adapt: {name} has a network for each seat, and a learner whose seat changes has one")
     can_mix = len(schedule.pool) > 1 and schedule.seats > 1
@@ -233,6 +237,17 @@ def student(freedom):
 
 
 # ---- adaptation ----
+def check_names(ego, saved):
+    """Raises a ValueError if a run's arguments would lead its folder elsewhere, or be taken for other options."""
+    name = saved["args"].get("exp_name")
+    if not isinstance(name, str) or Path(name).name != name or "\\" in name or name == "..":
+        raise ValueError(f"{ego}: exp_name is a name without a path, not {name!r}")
+    for key, value in saved["args"].items():
+        words = value if isinstance(value, (list, tuple)) else [value]
+        if any(str(word).startswith("--") for word in words):
+            raise ValueError(f"{ego}: {key} is not {value!r}")
+
+
 def adapt(args, ego, saved):
     """Continues an ego with its own script and options among the others; returns the new run's folder."""
     root = args.out / "runs"
@@ -257,8 +272,10 @@ def adapt(args, ego, saved):
     before = set(root.glob("*"))
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"--adapt: {script.__file__} failed for {ego}: {' '.join(command)}")
-    (run,) = set(root.glob("*")) - before
-    return str(run)
+    made = set(root.glob("*")) - before
+    if len(made) != 1:
+        raise ValueError(f"--adapt: {script.__file__} made {len(made)} runs in {root} for {ego}, not one")
+    return str(made.pop())
 
 
 def write_adaptation(out, runs, metric):
@@ -266,10 +283,8 @@ def write_adaptation(out, runs, metric):
     from matplotlib.figure import Figure  # slow to import
 
     curves = {ego: json.loads((Path(run) / "results.json").read_text())["evals"] for ego, run in runs.items()}
-    with open(out / "adaptation.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["ego", "steps", "seconds", "win_rate", "episodic_return"])
-        writer.writeheader()
-        writer.writerows({"ego": ego, **point} for ego, curve in curves.items() for point in curve)
+    points = [{"ego": ego, **point} for ego, curve in curves.items() for point in curve]
+    write_csv(out / "adaptation.csv", ["ego", "steps", "seconds", "win_rate", "episodic_return"], points)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for ego, label in labels(curves).items():
@@ -277,7 +292,7 @@ def write_adaptation(out, runs, metric):
     axes.set(xlabel="steps of adaptation", ylabel=metric)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(out / "adaptation.png", dpi=120)
+    files.write(out / "adaptation.png", lambda file: figure.savefig(file, dpi=120))
 
 
 # ---- output ----
@@ -290,11 +305,16 @@ def labels(names):
 def write_rows(out, about, rows):
     """results.json and results.csv"""
     extra = dict.fromkeys(key for row in rows for key in row if key not in COLUMNS)
-    with open(out / "results.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *extra])
-        writer.writeheader()
-        writer.writerows(rows)
-    (out / "results.json").write_text(json.dumps({**about, "rows": rows}, indent=1, default=str))
+    write_csv(out / "results.csv", [*COLUMNS, *extra], rows)
+    files.write_text(out / "results.json", json.dumps({**about, "rows": rows}, indent=1, default=str))
+
+
+def write_csv(path, columns, rows):
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    files.write_text(path, text.getvalue())
 
 
 def table(rows):
@@ -339,7 +359,7 @@ def draw(out, rows, metric):
     axes.set_xticks(range(len(others)), [columns[other] for other in others], rotation=60, ha="right", fontsize=7)
     axes.set_yticks(range(len(egos)), [names[ego] + " adapted" * (steps > 0) for ego, steps in egos], fontsize=7)
     figure.colorbar(image, label=metric.replace("_", " "))
-    figure.savefig(out / "heatmap.png", dpi=120)
+    files.write(out / "heatmap.png", lambda file: figure.savefig(file, dpi=120))
 
 
 def record(args, ego, saved):
@@ -349,7 +369,9 @@ def record(args, ego, saved):
     schedule = Schedule(env, args)
     first = schedule.policy_names[schedule.pool[0]]
     schedule = Schedule(env, replace(args, others=(first,)))
-    play.record(make_runner(ego, saved, env, schedule), args.out / "match.gif", args.seed)
+    part = args.out / f"match.{os.getpid()}.gif"
+    play.record(make_runner(ego, saved, env, schedule), part, args.seed)
+    os.replace(part, args.out / "match.gif")
     env.close()
 
 
@@ -369,19 +391,23 @@ def main(args):
             new = evaluate(args, adapted[ego], after, len(schedule.pool), args.adapt)
             rows += [{**row, "ego": ego} for row in new]
     team_reward = schedule.env.team_reward
-    about = {"command": " ".join(sys.argv), "seconds": time.time() - started, "args": asdict(args), "adapted": adapted}
-    write_rows(args.out, {**about, "versions": runs.versions()}, rows)
     draw(args.out, rows, "win_rate" if team_reward else "return")
     if adapted:
         write_adaptation(args.out, adapted, "win_rate" if team_reward else "episodic_return")
     if args.video:
         record(args, *next(iter(egos.items())))
+    about = {"command": " ".join(sys.argv), "seconds": time.time() - started, "args": asdict(args), "adapted": adapted}
+    write_rows(args.out, {**about, "versions": runs.versions()}, rows)  # at the end, for it says that all is there
     print(table(rows))
     print(f"{time.time() - started:.1f} s; results.csv, results.json and heatmap.png are in {args.out}")
 
 
 if __name__ == "__main__":
+    args = tyro.cli(Args)
+    runs.exit_on_signals()
     try:
-        main(tyro.cli(Args))
+        main(args)
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        raise runs.UsageError(f"error: {error}") from None
+    except GameFailed as error:
+        raise runs.Exit(f"error: {error}", 1) from None

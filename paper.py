@@ -19,7 +19,22 @@ import tyro
 
 import envs
 from envs.checkpoints import load_script
-from sweep import ROOT, Here, Job, OnRay, Output, check_counts, curves, markdown, read_results, run_all, summary
+from sweep import (
+    ROOT,
+    Here,
+    Job,
+    OnRay,
+    Output,
+    check_counts,
+    curves,
+    markdown,
+    read_results,
+    refuse,
+    run_all,
+    save_figure,
+    summary,
+    write_file,
+)
 
 METHODS = {
     "IQL": ("iql.py",),
@@ -106,9 +121,9 @@ def make_plan(args):
     try:
         env = envs.make(args.map.removeprefix("sc2/"))
     except ValueError as error:
-        raise SystemExit(f"--map {args.map}: {error}") from None
+        refuse(f"--map {args.map}: {error}")
     if env.n_agents < 2:
-        raise SystemExit(f"--map {args.map} has nobody to play with")
+        refuse(f"--map {args.map} has nobody to play with")
     mates, device = env.n_agents - 1, ("--cuda",) * args.cuda
     small = ("--num-envs", "16") if args.quick else ()
     brief = (*small, "--eval-interval", "3000", "--eval-episodes", "16", "--final-eval-episodes", "16")
@@ -218,9 +233,10 @@ def make_report(args, command, plan, root, seconds):
     }
     sizes = ("pool_runs", "test_runs", "seeds", "pool_timesteps", "learner_timesteps", "episodes")
     first = read_results(next(iter(plan.learners.values()))[0], root)
+    device = "GPU" if first["args"].get("cuda") else "CPU"
     return {
         "map": args.map, "command": command, "measure": measure, "sizes": {name: getattr(args, name) for name in sizes},
-        "device": "GPU" if first["args"]["cuda"] else "CPU", "versions": first["versions"], "seconds": seconds,
+        "device": device, "versions": first.get("versions", {}), "seconds": seconds,
         "pool": "QMIX runs" if battle else "scripted, NS and NH", "results": results, "metrics": metrics, "runs": runs,
     }  # fmt: skip
 
@@ -315,7 +331,7 @@ def draw(report, path):
     axes.set_xticks(range(len(conditions)), conditions)
     axes.set_ylabel("test win %" if scale == 100 else "return")
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def main():
@@ -323,19 +339,20 @@ def main():
     fill_in(args)
     plan, root, started = make_plan(args), Path(args.out), time.time()
     root.mkdir(parents=True, exist_ok=True)
-    clock = root / "seconds.json"
-    before = json.loads(clock.read_text()) if clock.exists() else 0.0
+    clock, before = root / "seconds.json", 0.0
+    with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is cut
+        before = float(json.loads(clock.read_text()))
     try:
         with contextlib.closing((OnRay if args.ray_address else Here)(args, root)) as place:
             complete = run_all(plan.jobs, place, root)
     finally:
-        clock.write_text(json.dumps(before + time.time() - started))
+        write_file(clock, json.dumps(before + time.time() - started))
     if not complete:
         return 1
     command = " ".join(["python paper.py", *sys.argv[1:]])
     report = make_report(args, command, plan, root, before + time.time() - started)
-    (root / "report.json").write_text(json.dumps(report, indent=1))
-    (root / "report.md").write_text(text_of(report))
+    write_file(root / "report.json", json.dumps(report, indent=1))
+    write_file(root / "report.md", text_of(report))
     draw(report, root / "results.png")
     learning = {(m, args.map): [read_results(job, root) for job in runs] for m, runs in plan.learners.items()}
     curves(learning, root / "curves.png")

@@ -58,44 +58,90 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import EpisodeRunner, RandomPlayer  # noqa: E402
+from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng  # noqa: E402
 from envs.metrics import masked_mean  # noqa: E402
 
 FIELDS = {"obs": ("obs", "alive", "all_action"), "state": ("obs", "alive", "all_action", "state")}  # by --subgoal-input
 
 
-def pretrain(args, model, runner, writer, warm_up=True):
+class Pretraining:
     """Trains the VAE on the states of played episodes, then the CVAE to expect the next state.
 
-    Returns the held-out errors: {"recon": ..., "kl": ..., "inference": ..., "states": number of states}.
+    It is part of a run: stopped after any update, it goes on there. The episodes are not saved but played again.
     """
-    print(f"Pre-training on {args.pretrain_timesteps:,} steps of the others' play ...")
-    *rounds, held_out = collect(args, runner)
-    states = torch.cat([model.states(episodes, episodes["obs"])[episodes["mask"]] for episodes in rounds])
-    test_states = model.states(held_out, held_out["obs"])[held_out["mask"]][:8192]
-    train_vae(args, model.vae, states, test_states, writer)
-    if warm_up:
-        train_cvae(args, model, rounds)
-    with torch.no_grad():
-        _, recon, kl = vae_loss(args, model.vae, test_states)
-        inference = cvae_loss(args, model, held_out, slice(64))
-    errors = {"recon": recon.item(), "kl": kl.item(), "inference": inference.item(), "states": len(states)}
-    line = "... held-out error {recon:.4f}, divergence {kl:.2f}, inference {inference:.4f}, {states:,} states"
-    print(line.format(**errors))
-    return errors
 
+    def __init__(self, args, model, runner, warm_up=True):
+        self.args, self.model, self.runner = args, model, runner
+        self.total = args.pretrain_updates + args.pretrain_updates // 5 * warm_up
+        parameters = model.vae.parameters(), [p for p in model.parameters() if p.requires_grad]  # all but the VAE's
+        self.optimizers = [torch.optim.Adam(group, args.model_learning_rate) for group in parameters]
+        self.progress = {"update": 0, "best": float("inf"), "patience": 0}
+        self.start = {"rng": runs.rng_state(args), "runner": runner.state_dict()}  # what the episodes depend on
+        self.rng = None
 
-def collect(args, runner):
-    """At least two rounds of episodes; `mask` (rows, matches, seats) is set where the learner's seat is alive."""
-    rounds, steps = [], 0
-    while steps < args.pretrain_timesteps or len(rounds) < 2:
-        _, lengths, _, valid = runner.play()
-        steps += int(lengths.sum())
-        rows = torch.arange(int(lengths.max()) + 1, device=lengths.device).view(-1, 1, 1)
-        episodes = {name: values[: len(rows), valid].clone() for name, values in runner.episodes.items()}
-        episodes["mask"] = episodes["alive"] & (rows <= lengths[valid].unsqueeze(-1))
-        rounds.append(episodes)
-    return rounds
+    def run(self, log, after_update=lambda: None):
+        """Returns the held-out errors: {"recon": ..., "kl": ..., "inference": ..., "states": number of states}."""
+        args, model, progress = self.args, self.model, self.progress
+        print(f"Pre-training on {args.pretrain_timesteps:,} steps of the others' play ...")
+        runs.set_rng_state(self.start["rng"])
+        self.runner.load_state_dict(self.start["runner"])
+        *rounds, held_out = self.runner.collect(args.pretrain_timesteps)
+        states = torch.cat([model.states(episodes, episodes["obs"])[episodes["mask"]] for episodes in rounds])
+        test_states = model.states(held_out, held_out["obs"])[held_out["mask"]][:8192]
+        if self.rng is not None:
+            runs.set_rng_state(self.rng)
+        bar = tqdm(total=self.total, initial=progress["update"], disable=not sys.stderr.isatty(), desc="VAE, CVAE")
+        while progress["update"] < self.total:
+            if progress["update"] < args.pretrain_updates:
+                self.update_vae(states, test_states, log)
+            else:
+                self.update_cvae(rounds[progress["update"] % len(rounds)])
+            bar.update(progress["update"] - bar.n)
+            after_update()
+        bar.close()
+        with torch.no_grad(), preserved_rng(states.device):
+            _, recon, kl = vae_loss(args, model.vae, test_states)
+            inference = cvae_loss(args, model, held_out, slice(64))
+        errors = {"recon": recon.item(), "kl": kl.item(), "inference": inference.item(), "states": len(states)}
+        line = "... held-out error {recon:.4f}, divergence {kl:.2f}, inference {inference:.4f}, {states:,} states"
+        print(line.format(**errors))
+        return errors
+
+    def update_vae(self, states, test_states, log):
+        """An update of the VAE. It has no more of them once the held-out error stagnates."""
+        vae, progress = self.model.vae.requires_grad_(True), self.progress
+        batch = states[torch.randint(len(states), (1024,), device=states.device)]
+        self.step(self.optimizers[0], vae_loss(self.args, vae, batch)[0])
+        vae.requires_grad_(False)
+        if progress["update"] % 100 == 0:
+            with torch.no_grad():
+                loss, recon, kl = vae_loss(self.args, vae, test_states)
+            log.add_scalar("pretrain/recon", recon, progress["update"])
+            log.add_scalar("pretrain/kl", kl, progress["update"])
+            progress["patience"] = 0 if loss.item() < 0.99 * progress["best"] else progress["patience"] + 1
+            progress["best"] = min(progress["best"], loss.item())
+            if progress["patience"] == 3:
+                progress["update"] = self.args.pretrain_updates
+
+    def update_cvae(self, episodes):
+        matches = torch.randint(episodes["obs"].shape[1], (self.args.batch_size,), device=episodes["obs"].device)
+        self.step(self.optimizers[1], cvae_loss(self.args, self.model, episodes, matches))
+
+    def step(self, optimizer, loss):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        self.progress["update"] += 1
+
+    def state_dict(self):
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        return {"rng": runs.rng_state(self.args), "start": self.start, "optimizers": optimizers, **self.progress}
+
+    def load_state_dict(self, state):
+        self.rng, self.start = state["rng"], state["start"]
+        self.progress = {name: state[name] for name in self.progress}
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
 
 
 def vae_loss(args, vae, states):
@@ -104,27 +150,6 @@ def vae_loss(args, vae, states):
     recon = error.mean()
     kl = kl.sum(-1).mean()
     return recon + args.kl_weight * kl, recon, kl
-
-
-def train_vae(args, vae, states, test_states, writer):
-    """Trains the VAE until the held-out error stagnates, and freezes it."""
-    optimizer = torch.optim.Adam(vae.requires_grad_(True).parameters(), args.model_learning_rate)
-    best, patience = float("inf"), 0
-    for update in tqdm(range(1, args.pretrain_updates + 1), disable=not sys.stderr.isatty(), desc="VAE"):
-        loss, _, _ = vae_loss(args, vae, states[torch.randint(len(states), (1024,), device=states.device)])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if update % 100 == 0:
-            with torch.no_grad():
-                loss, recon, kl = vae_loss(args, vae, test_states)
-            writer.add_scalar("pretrain/recon", recon, update)
-            writer.add_scalar("pretrain/kl", kl, update)
-            patience = 0 if loss.item() < 0.99 * best else patience + 1
-            best = min(best, loss.item())
-            if patience == 3:
-                break
-    vae.requires_grad_(False)
 
 
 def cvae_loss(args, model, episodes, matches):
@@ -138,53 +163,25 @@ def cvae_loss(args, model, episodes, matches):
     return masked_mean(episodes["mask"][1:], error + args.kl_weight * kl.sum(-1))
 
 
-def train_cvae(args, model, rounds):
-    parameters = [p for p in model.parameters() if p.requires_grad]  # all but the VAE's
-    optimizer = torch.optim.Adam(parameters, args.model_learning_rate)
-    for update in tqdm(range(args.pretrain_updates // 5), disable=not sys.stderr.isatty(), desc="CVAE"):
-        episodes = rounds[update % len(rounds)]
-        matches = torch.randint(episodes["obs"].shape[1], (args.batch_size,), device=episodes["obs"].device)
-        loss = cvae_loss(args, model, episodes, matches)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-# ---- the file ----
-def requirements(args, env):
-    """What the networks depend on."""
-    choices = {name: getattr(args, name) for name in ("latent_dim", "subgoal_input", "reconstruct")}
-    return {"map": env.name.removeprefix("sc2/"), **checkpoints.env_sizes(env), **choices}
-
-
-def load_vae(args, env, model):
-    """Loads the file of --vae; one that was made for something else is rejected."""
-    if not Path(args.vae).is_file():
-        raise SystemExit(f"--vae {args.vae}: there is no such file")
-    saved = checkpoints.read(args.vae)
-    if saved.get("requirements") != requirements(args, env):
-        raise SystemExit(f"--vae {args.vae} is for {saved.get('requirements')}, not for {requirements(args, env)}")
-    model.load_state_dict(saved["networks"]["model"])
-
-
 if __name__ == "__main__":
     args = tyro.cli(Args)
+    runs.exit_on_signals()
     positive = "num_envs pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
     runs.check_ranges(args, positive, "seed", "kl_weight teammate_epsilon")
     runs.resolve_device(args)
     num_envs = 8 if args.env_id.startswith("sc2/") else 1024 if args.cuda else 512
     runs.fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": 2_000_000 if args.cuda else 100_000})
-    folder = runs.folder_of(args, STARTED)
     device = runs.set_up_torch(args)
     script = runs.load_script(args)
     env = script.make_env(args, args.num_envs, device, "pre-training")
     team = script.make_team(args, env, "pre-training", stand_in=True)
     if (team.policy_id < 0).any():
-        raise SystemExit(f"--team {args.team} has no others to watch; omg_iql.py pre-trains by itself")
+        raise runs.UsageError(f"--team {args.team} has no others to watch; omg_iql.py pre-trains by itself")
     model = script.OpponentModel(args, env)
-    writer = runs.open_log(args, folder)
+    folder = runs.make_folder(args, STARTED)
+    writer = runs.Log(args, folder)
     runner = EpisodeRunner(env, team, RandomPlayer(), FIELDS[args.subgoal_input])
-    errors = pretrain(args, model, runner, writer, args.warm_up)
+    errors = Pretraining(args, model, runner, args.warm_up).run(writer)
     if args.subgoal_input == "obs" and env.simulated:
         single = script.make_env(args, 1, device, "picture")
         team = script.make_team(args, single, "picture", stand_in=True)
@@ -192,9 +189,9 @@ if __name__ == "__main__":
         writer.add_image("pretrain/rebuilt", image, dataformats="HWC")
     writer.close()
     content = {"algorithm": args.script, "env_id": args.env_id, "args": asdict(args), "errors": errors}
-    content |= {"requirements": requirements(args, env), "networks": {"model": model.state_dict()}}
-    if not checkpoints.write(content, folder / "vae.pt"):
-        raise SystemExit(1)
+    content |= {"requirements": script.requirements(args, env), "networks": {"model": model.state_dict()}}
     results = {"command": " ".join(sys.argv), "seconds": time.time() - STARTED, **errors, "args": asdict(args)}
-    runs.write_json({**results, "versions": runs.versions()}, folder / "results.json")
+    results["versions"] = runs.versions()
+    if not checkpoints.write(content, folder / "vae.pt") or not runs.write_json(results, folder / "results.json"):
+        raise SystemExit(1)
     print(f"use it with: python {args.script}.py --env-id {args.env_id} --vae {folder / 'vae.pt'}")

@@ -1,20 +1,26 @@
 """Runs scripts over environments, seeds and settings, and summarises them: a table with intervals, and curves.
 
 Runs share a GPU or take a core each, here or on a Ray cluster. One that crashes is tried once more. Finished runs are
-skipped and interrupted ones continue: run folders hold all the state, so they can move to another machine.
+skipped and interrupted ones continue: run folders hold all the state, so they can move to another machine. Runs end
+with the sweep, and nobody starts a run that is at work.
 
     python sweep.py --script iql.py qmix.py --env-ids 3m 8m --seeds 5 -- --total-timesteps 2000000
                                                                                      docs/benchmarks.md has the details
 """
 
 import contextlib
+import getpass
 import glob
 import hashlib
+import io
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -31,6 +37,7 @@ ROOT = Path(__file__).resolve().parent
 TRIES = 2  # of a run that crashes
 LOSSES = 5  # times that a run may lose its node
 LOST = "lost"  # what becomes of a run whose node is gone, in place of an exit code
+REJECTED = 2  # the exit code of a script that does not accept its arguments, or whose run is at work already
 LARGEST = 64 * 2**20  # bytes of a file that comes back from a node
 FREE = ("track", "capture-video", "checkpoint-interval", "log-interval")  # what may change when a run goes on
 
@@ -75,14 +82,14 @@ class Job:
     def exp_name(self):
         words = [self.script.stem, *(word if isinstance(word, str) else word.name for word in self.arguments)]
         digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:6]
-        return f"{self.label or words[0]}-{digest}".replace(" ", "_").replace("/", "-")
+        return re.sub(r"[\\/]|\.\.", "-", f"{(self.label or words[0])[:100]}-{digest}".replace(" ", "_"))
 
     def runs(self, root):
         return sorted(Path(root).glob(f"{glob.escape(self.name)}__*"))
 
     def done(self, root):
         """The run folder with its results, if there is one."""
-        return next((run for run in self.runs(root) if (run / "results.json").exists()), None)
+        return next((run for run in self.runs(root) if is_done(run)), None)
 
     def begun(self, root):
         """The run folder to go on with, if there is one."""
@@ -126,32 +133,42 @@ def options_of(words, names):
     return kept
 
 
+def refuse(message):
+    """Ends the program as for invalid arguments."""
+    error = SystemExit(message)
+    error.code = REJECTED
+    print(message, file=sys.stderr)
+    raise error
+
+
 def check_args(args, extra):
     """Rejects invalid arguments, and says what is allowed."""
     for script in args.script:
         find_script(script)
+    if leads_outside(args.report) or Path(args.report).name != args.report:
+        refuse(f"--report {args.report} is a name, not a path: the report is in --run-root")
     check_counts(args, ("seeds", "jobs", "runs_per_gpu"))
     own = {"env-id": "--env-ids", "seed": "--seeds", "cuda": "--cuda before --", "run-root": "--run-root before --"}
     own |= {"exp-name": "--report", "resume": "the same command again", "time-limit": "Ctrl-C"}
     for name, instead in own.items():
         if options_of(extra, (name,)) or any(setting[:1] == (name,) for setting in args.vary):
-            raise SystemExit(f"--{name} is the sweep's to set: use {instead}")
+            refuse(f"--{name} is the sweep's to set: use {instead}")
     for setting in args.vary:
         if len(setting) < 2:
-            raise SystemExit(f"--vary takes an option and its values, such as learning-rate 1e-3 5e-4, not {setting}")
+            refuse(f"--vary takes an option and its values, such as learning-rate 1e-3 5e-4, not {setting}")
 
 
 def check_counts(args, names):
     for name in names:
         if isinstance(getattr(args, name), int) and getattr(args, name) < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} is from 1 up, not {getattr(args, name)}")
+            refuse(f"--{name.replace('_', '-')} is from 1 up, not {getattr(args, name)}")
 
 
 def find_script(name):
     """Where it is from here, or beside this file."""
     path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
     if path is None:
-        raise SystemExit(f"--script {name}: there is no such file, here or in {ROOT}")
+        refuse(f"--script {name}: there is no such file, here or in {ROOT}")
     return path.resolve()
 
 
@@ -167,27 +184,39 @@ def jobs_of(args, extra):
 
 # ---- where jobs run ----
 class Process:
-    """A running script; its output goes to a file."""
+    """A running script; its output goes to a file. When whoever holds it is gone, its input ends, and it stops."""
 
-    def __init__(self, script, options, folder, log, settings):
+    def __init__(self, script, options, folder, log, settings, lock=None):
         self.log = Path(log)
+        settings = {**os.environ, **settings, "PYTHONUNBUFFERED": "1", "OMG_STOP_ON_EOF": "1"}
+        held = lock.file if lock else None
+        inherited = (held.fileno(),) if held and os.name != "nt" else ()
         with open(log, "ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, script, *options], cwd=folder, env={**os.environ, **settings, "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                [sys.executable, script, *options], cwd=folder, env=settings, pass_fds=inherited,
+                stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
             )  # fmt: skip
+        if held:
+            held.truncate(0)
+            held.write(f"process {self.process.pid}, started by process {os.getpid()}\n")
+            held.flush()
         self.asked = 0
 
     def poll(self):
         """The exit code, or None while it runs."""
-        return self.process.poll()
+        code = self.process.poll()
+        if code is not None:
+            self.process.stdin.close()
+        return code
 
     def stop(self):
         """Asks it to save and leave; whoever asks twice does not want to wait."""
         self.asked += 1
         if self.asked > 1:
             self.process.kill()
-        elif os.name != "nt":  # there, Ctrl-C reaches the runs by itself, and any other signal would end them at once
+        elif os.name == "nt":
+            self.process.stdin.close()  # a signal would end it at once
+        else:
             self.process.send_signal(signal.SIGTERM)
 
     def line(self):
@@ -216,14 +245,14 @@ class Here:
     def room(self):
         return self.slots
 
-    def start(self, job, root, run_root, resume, log):
+    def start(self, job, root, run_root, resume, log, lock=None):
         settings = dict(self.settings)
+        self.running = [(process, gpu) for process, gpu in self.running if process.poll() is None]
         if self.gpus:
-            self.running = [(process, gpu) for process, gpu in self.running if process.poll() is None]
             busy = Counter(gpu for _, gpu in self.running)
             settings["CUDA_VISIBLE_DEVICES"] = min(self.gpus, key=lambda gpu: busy[gpu])
         options = job.options(job.words(root, run_root), run_root, resume)
-        process = Process(job.script, options, self.folder, log, settings)
+        process = Process(job.script, options, self.folder, log, settings, lock)
         self.running.append((process, settings.get("CUDA_VISIBLE_DEVICES")))
         return process
 
@@ -256,13 +285,12 @@ class OnRay:
         fits = there.get("GPU", 0) * self.args.runs_per_gpu if self.args.cuda else there.get("CPU", 0)
         return self.args.jobs or max(int(fits), 1)
 
-    def start(self, job, root, run_root, resume, log):
+    def start(self, job, root, run_root, resume, log, lock=None):
         words, files = job.words(root, run_root), {}
         for word in words:
             files |= self.files_at(word)
-        for name in ("checkpoint.pt", "resume.pt") if resume else ():
-            if (resume / name).exists():
-                files[f"{resume.name}/{name}"] = (resume / name).read_bytes()
+        for path in (resume / "checkpoint.pt", *resume.glob("resume-*.pt")) if resume else ():
+            files[f"{resume.name}/{path.name}"] = path.read_bytes()
         code = {**self.code, job.script.name: job.script.read_bytes()}
         runner = self.runner.remote(code, files, job.script.name, job.options(words, ".", resume))
         return RemoteProcess(self.ray, runner, root, log)
@@ -275,7 +303,7 @@ class OnRay:
                 if file.is_file():
                     name = Path(os.path.relpath(file, self.folder)).as_posix()
                     if os.path.isabs(word) or name.startswith(".."):
-                        raise SystemExit(f"{word}: on a cluster, paths are relative to the current folder and in it")
+                        refuse(f"{word}: on a cluster, paths are relative to the current folder and in it")
                     found[name] = file.read_bytes()
         return found
 
@@ -295,12 +323,13 @@ class RemoteProcess:
             return None
         try:
             code, self.last_line, files = self.ray.get(self.pending)
-        except self.ray.exceptions.RayError as error:
+            if "log" in files:
+                write_file(self.log, files.pop("log"))
+            put_files(files, self.root)
+        except (self.ray.exceptions.RayError, OSError, ValueError) as error:
             self.last_line = str(error).strip().split("\n")[-1]
+            self.ray.kill(self.runner)
             return LOST
-        if "log" in files:
-            self.log.write_bytes(files.pop("log"))
-        put_files(files, self.root)
         if code is None:
             self.pending = self.runner.report.remote()
         else:
@@ -322,54 +351,154 @@ class Runner:
     """A script at work on this node of a cluster, in a folder of its own."""
 
     def __init__(self, code, files, script, options):
-        digest = hashlib.sha256(repr(sorted(code.items())).encode()).hexdigest()[:12]
-        home = Path(tempfile.gettempdir()) / f"omg-marl-{digest}"  # kept, so that environments are compiled once a node
-        if not home.exists():
-            fresh = tempfile.mkdtemp(prefix="omg-marl-")
-            put_files(code, fresh)
-            with contextlib.suppress(OSError):  # another run was quicker
-                os.rename(fresh, home)
+        self.home, self.kept = code_folder(code)
         self.folder = Path(tempfile.mkdtemp(prefix="omg-marl-run-"))
         put_files(files, self.folder)
         self.sent = self.versions()
         threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-        self.process = Process(home / script, options, self.folder, self.folder / "log", threads)
+        self.process = Process(self.home / script, options, self.folder, self.folder / "log", threads)
 
-    def versions(self):
+    def versions(self, pattern="*"):
         found = {}
-        for path in self.folder.rglob("*"):
+        for path in self.folder.rglob(pattern):
             with contextlib.suppress(FileNotFoundError):  # the script puts files in place of others
-                if path.is_file() and path.suffix != ".part":
-                    found[path] = path.stat().st_mtime_ns, path.stat().st_size
+                if path.is_file() and path.suffix != ".part" and path.name != ".lock":
+                    facts = path.stat()
+                    found[path] = facts.st_mtime_ns, facts.st_size, facts.st_ino
         return found
 
     def report(self):
-        """After a moment: (exit code or None, last line, files that are new or have changed)"""
+        """After a moment: (exit code or None, last line, files that are new or have changed, None for those gone)"""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.process.wait(1)
-        code, files = self.process.poll(), {}
-        for path, version in self.versions().items():
-            if self.sent.get(path) != version and version[1] <= LARGEST:
-                with contextlib.suppress(FileNotFoundError):
-                    files[path.relative_to(self.folder).as_posix()] = path.read_bytes()
-                    self.sent[path] = version
-        line = self.process.line()
+        code, line = self.process.poll(), self.process.line()
+        files = self.changes()
+        while files is None:
+            files = self.changes()
         if code is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+            if not self.kept:
+                shutil.rmtree(self.home, ignore_errors=True)
         return code, line, files
+
+    def changes(self):
+        """{name: content, or None if it is gone} since the last call; None where a save came between."""
+        checkpoints, found = self.versions("checkpoint.pt"), self.versions()
+        changed = [path for path, version in found.items() if self.sent.get(path) != version and version[1] <= LARGEST]
+        opened = {}
+        with contextlib.ExitStack() as stack:
+            for path in changed:
+                with contextlib.suppress(FileNotFoundError):
+                    opened[path] = stack.enter_context(open(path, "rb"))
+            if self.versions("checkpoint.pt") != checkpoints:
+                return None
+            files = {path: file.read() for path, file in opened.items()}  # of one save, whatever comes now
+        files |= dict.fromkeys(self.sent.keys() - found.keys())
+        self.sent = found
+        return {path.relative_to(self.folder).as_posix(): content for path, content in files.items()}
 
     def stop(self):
         self.process.stop()
 
 
+def code_folder(code):
+    """(a folder that is this user's alone and has exactly this code, whether it stays for the next run)"""
+    user = re.sub(r"\W", "_", getpass.getuser()) if os.name == "nt" else os.getuid()
+    parent = Path(tempfile.gettempdir()) / f"omg-marl-{user}"
+    with contextlib.suppress(OSError):
+        parent.mkdir(mode=0o700)
+    private = is_private(parent)
+    home = parent / hashlib.sha256(repr(sorted(code.items())).encode()).hexdigest()[:16]
+    if private and has_exactly(home, code):
+        return home, True
+    fresh = Path(tempfile.mkdtemp(prefix="omg-marl-code-", dir=parent if private else None))
+    put_files(code, fresh)
+    if private and not os.path.lexists(home):
+        with contextlib.suppress(OSError):  # another run was quicker
+            os.rename(fresh, home)
+            return home, True
+    return fresh, False
+
+
+def is_private(folder):
+    """Whether it is a folder, not a link to one, that belongs to this user and is closed to all others."""
+    try:
+        facts = os.lstat(folder)
+    except OSError:
+        return False
+    mine = os.name == "nt" or (facts.st_uid == os.getuid() and not facts.st_mode & 0o077)
+    return stat.S_ISDIR(facts.st_mode) and mine
+
+
+def has_exactly(folder, code):
+    """Whether a folder has these files and, beside Python's and Numba's caches, no others; no links anywhere."""
+    found, folders = {}, {folder, *((folder / name).parent for name in code)}
+    try:
+        for path in (folder, *folder.rglob("*")):
+            facts = os.lstat(path)
+            if facts.st_uid != os.lstat(folder.parent).st_uid:
+                return False
+            if stat.S_ISDIR(facts.st_mode) and (path in folders or path.name == "__pycache__"):
+                continue
+            if not stat.S_ISREG(facts.st_mode):
+                return False
+            if path.parent.name != "__pycache__" or path.suffix not in (".pyc", ".nbi", ".nbc"):
+                found[path.relative_to(folder).as_posix()] = path.read_bytes()
+    except OSError:
+        return False
+    return found == code
+
+
+# ---- files ----
+def write_file(path, content):
+    """Writes bytes or text aside and moves them into place: what is there is complete, or as it was before."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def put_files(files, folder):
-    """Each in one piece, for others may be reading it; results at the end, for they say that all is there."""
-    for name, content in sorted(files.items(), key=lambda file: file[0].endswith("results.json")):
+    """{name: content, or None to remove it}. A checkpoint comes after what belongs to it, and results at the end."""
+    order = ("checkpoint.pt", "results.json")
+    for name in files:
+        if leads_outside(name):
+            raise ValueError(f"{name} is not in the folder")
+    written = {name: content for name, content in files.items() if content is not None}
+    for name in sorted(written, key=lambda name: order.index(Path(name).name) if Path(name).name in order else -1):
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.part")
-        part.write_bytes(content)
-        os.replace(part, path)
+        write_file(path, written[name])
+    for name in files.keys() - written.keys():
+        (Path(folder) / name).unlink(missing_ok=True)
+
+
+def leads_outside(name):
+    """Whether a name of a file in a folder is none, here or on another system."""
+    return not name or bool(re.search(r"^[/\\]|:|(^|[/\\])\.\.([/\\]|$)", name))
+
+
+def lock_job(job, root):
+    """A lock that is held until this process releases it and the run that inherits it ends.
+
+    A ValueError says who has it: another sweep, or a run that one has left behind.
+    """
+    from envs.files import FolderLock, is_locked  # slow to import
+
+    for run in job.runs(root):
+        owner = is_locked(run)
+        if owner:
+            raise ValueError(f"{run} is in use by {owner}")
+    folder = root / "logs" / f"{job.name}.lock"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder)
+    lock.acquire()
+    return lock
 
 
 def cores():
@@ -453,19 +582,37 @@ def run_all(jobs, place, root, run_root="."):
     (root / "logs").mkdir(parents=True, exist_ok=True)
     done, running = {job for job in jobs if job.done(root)}, {}
     waiting = [job for job in jobs if job not in done]
-    crashes, losses, given_up = Counter(), Counter(), {}
+    crashes, losses, given_up, why = Counter(), Counter(), {}, {}
+    for job in waiting:
+        try:
+            lock_job(job, root).release()
+        except ValueError as error:
+            refuse(str(error))
     if done:
         terminal.tell(f"{len(done)} of {len(jobs)} runs are done already")
 
     def start(job):
         waiting.remove(job)
+        try:
+            lock = lock_job(job, root)
+        except ValueError as error:  # another sweep was quicker
+            why[job] = str(error)
+            return terminal.tell(why[job])
+        if job.done(root):  # by another sweep
+            lock.release()
+            return done.add(job)
+        for run in job.runs(root):
+            set_aside(run, terminal)
         resume, log = job.begun(root), root / "logs" / f"{job.name}.log"
         resume = None if resume and given_up.get(job) == age(resume) else resume
-        running[job] = place.start(job, root, run_root, resume, log), resume, resume and age(resume)
+        before = resume and age(resume)
+        process = place.start(job, root, run_root, resume, log, lock)
+        running[job] = process, lock, resume, before
         terminal.tell(f"{job.name} {'goes on' if resume else 'starts'}")
 
     def end(job, code):
-        process, resume, before = running.pop(job)
+        process, lock, resume, before = running.pop(job)
+        lock.release()
         if job.done(root):
             done.add(job)
             terminal.tell(f"{job.name} is done: {process.line()}")
@@ -473,10 +620,11 @@ def run_all(jobs, place, root, run_root="."):
             terminal.tell(f"{job.name} stopped")
         elif code == LOST:
             losses[job] += 1
-            terminal.tell(f"{job.name} lost its node{'' if losses[job] < LOSSES else ' too often'}")
+            terminal.tell(f"{job.name} lost its node{'' if losses[job] < LOSSES else ' too often'}: {process.line()}")
         else:
-            crashes[job] += 1
-            terminal.tell(f"{job.name} crashed: {process.line()}")
+            rejected = code == REJECTED
+            crashes[job] += 1 if resume or not rejected else TRIES  # new runs would be rejected again
+            terminal.tell(f"{job.name} {'was rejected' if rejected else 'crashed'}: {process.line()}")
             if resume and age(resume) == before:
                 given_up[job] = before  # it came no further from there: the next try starts anew
         if job not in done and crashes[job] < TRIES and losses[job] < LOSSES:
@@ -492,7 +640,7 @@ def run_all(jobs, place, root, run_root="."):
                 ready = [job for job in waiting if done.issuperset(job.needs)] if not stops else []
                 for job in ready[: max(place.room() - len(running), 0)]:
                     start(job)
-                if not running:
+                if not running and not ready:
                     break  # what still waits needs a run that failed
                 for job, (process, *_) in list(running.items()):
                     for _ in range(process.asked, min(len(stops), 2)):
@@ -508,15 +656,29 @@ def run_all(jobs, place, root, run_root="."):
     terminal.erase()
     missing = [job for job in jobs if job not in done]
     if stops and missing:
-        raise SystemExit(f"stopped with {len(missing)} of {len(jobs)} runs to do: the same command goes on")
+        print(f"stopped with {len(missing)} of {len(jobs)} runs to do: the same command goes on", file=sys.stderr)
+        raise SystemExit(128 + stops[0])
     for job in missing:
-        tried = crashes[job] or losses[job]
-        print(f"{job.name} failed: see {root / 'logs' / job.name}.log" if tried else f"{job.name} waits for these")
+        failed = crashes[job] or losses[job]
+        log = f"{job.name} failed: see {root / 'logs' / job.name}.log"
+        print(log if failed else why.get(job, f"{job.name} waits for these"))
     return not missing
 
 
 def age(run):
     return (run / "checkpoint.pt").stat().st_mtime_ns
+
+
+def set_aside(run, terminal):
+    """Results that cannot be used, in a run that is not done."""
+    path = run / "results.json"
+    try:
+        load_results(path)
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        terminal.tell(f"{error}: that run is done again")
+        os.replace(path, f"{path}.invalid")
 
 
 # ---- results ----
@@ -549,6 +711,31 @@ MEASURES = {
     "best_episodic_return": lambda run: run["best"]["episodic_return"],
     "seconds": lambda run: run["seconds"],
 }
+
+
+def load_results(path):
+    """The content of a results.json; a ValueError names one that is cut, or lacks what is read here and in paper.py."""
+    try:
+        results = json.loads(path.read_bytes())
+        numbers = [results["seconds"]]
+        if "final" in results:
+            numbers += [measure(results) for measure in MEASURES.values()]
+            numbers += [e[name] for e in results["evals"] for name in ("steps", "win_rate", "episodic_return")]
+        for row in results.get("rows", ()):
+            numbers += [row["episodes"], *(row[name] for name in ("win_rate", "return") if row["episodes"])]
+            numbers += [len(row[name]) for name in ("ego", "group", "other")]
+        if not all(map(math.isfinite, numbers)) or not isinstance(results["args"], dict):
+            raise ValueError("no numbers")
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{path} is cut or not of a run ({type(error).__name__}: {error})") from None
+    return results
+
+
+def is_done(run):
+    try:
+        return bool(load_results(run / "results.json"))
+    except (OSError, ValueError):
+        return False
 
 
 def rows_of(groups):
@@ -613,7 +800,13 @@ def curves(groups, path):
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
+
+
+def save_figure(figure, path):
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120)
+    write_file(path, content.getvalue())
 
 
 def is_won_together(env_id):
@@ -631,7 +824,7 @@ def evals_of(runs):
 
 
 def read_results(job, root):
-    return json.loads((job.done(root) / "results.json").read_text())
+    return load_results(job.done(root) / "results.json")
 
 
 if __name__ == "__main__":
@@ -640,7 +833,7 @@ if __name__ == "__main__":
         words, extra = words[: words.index("--")], words[words.index("--") + 1 :]
     args = tyro.cli(Args, args=words)
     check_args(args, extra)
-    root, jobs = Path(args.run_root), list(jobs_of(args, extra))
+    root, jobs = Path(args.run_root), list({job.name: job for job in jobs_of(args, extra)}.values())
     with contextlib.closing(OnRay(args, ".") if args.ray_address else Here(args, ".")) as place:
         complete = run_all(jobs, place, root, args.run_root)
     groups = {}
@@ -650,8 +843,8 @@ if __name__ == "__main__":
             groups.setdefault((job.label, job.env_id), []).append(results)
     if groups:
         rows = rows_of(groups)
-        (root / f"{args.report}.json").write_text(json.dumps(rows, indent=1))
-        (root / f"{args.report}.md").write_text(table(rows) + "\n")
+        write_file(root / f"{args.report}.json", json.dumps(rows, indent=1))
+        write_file(root / f"{args.report}.md", table(rows) + "\n")
         curves(groups, root / f"{args.report}.png")
         print(f"{table(rows)}\n{root / args.report}.md, .json and .png have this and the curves")
     raise SystemExit(not complete)

@@ -28,9 +28,9 @@ PLAY, RESTART, LOOK = range(3)  # what a batch can be told to do
 OUTPUTS = ("obs", "state", "avail", "alive", "reward", "terminated", "truncated", "won")
 FINAL = ("final_obs", "final_state", "final_avail")
 HANDS = ("actions", "mask", "policy", "scripted")  # what comes in, and what the scripted policies say
-TENSORS = ("match", *OUTPUTS, *FINAL, *HANDS)  # what the game of every batch has
-# Numbers that every life cycle goes by. idle: the action of a match that is over.
-RULE = ("agents", "actions", "obs_dim", "state_dim", "limit", "autoreset", "idle")
+TENSORS = ("match", "encounter", *OUTPUTS, *FINAL, *HANDS)  # what the game of every batch has
+# Numbers that every life cycle goes by. idle: the action of a match that is over; encounters: matches of an episode.
+RULE = ("agents", "actions", "obs_dim", "state_dim", "limit", "autoreset", "idle", "encounters")
 
 
 # ---- the life cycle of a match, for CPU and CUDA: templates, whose last free names `life_cycle` binds ----
@@ -51,6 +51,8 @@ def _advance(op, m, row, lane, lanes, g, game):
             over = terminated or truncated
             if over:
                 match[row, STAGE] = OVER
+            if over and game.encounter[m] + 1 < rule.encounters:  # the episode goes on with the next match
+                terminated, truncated = False, False
             game.terminated[m], game.truncated[m], game.won[m] = terminated, truncated, won and over
         if freezing:
             freeze_match(m, row, lane, lanes, g, game)
@@ -63,19 +65,22 @@ def _advance(op, m, row, lane, lanes, g, game):
 
 
 def _restart(playing, restarting, m, row, lane, lanes, g, game):
-    """Sets up the next match if asked to, or by autoreset. Returns whether it did."""
+    """Sets up the next match if asked to, within an encounter, or by autoreset. Returns whether it did."""
     rule, match = g.rule, g.match
-    finished = playing and rule.autoreset == 1 and match[row, STAGE] == OVER
-    restarting = restarting or finished
+    over = playing and match[row, STAGE] == OVER
+    goes_on = over and game.encounter[m] + 1 < rule.encounters
+    finished = over and rule.autoreset == 1 and not goes_on
+    restarting = restarting or finished or goes_on
     barrier()
     if finished:
         keep(m, lane, lanes, rule, game)
-    elif restarting:
+    elif restarting and not goes_on:
         for a in range(lane, rule.agents, lanes):
             game.reward[m, a] = 0
         if lane == 0:
             game.terminated[m], game.truncated[m], game.won[m] = False, False, False
     if restarting and lane == 0:
+        game.encounter[m] = game.encounter[m] + 1 if goes_on else 0
         match[row, EPISODE] += 1
         match[row, STEP], match[row, STAGE] = 0, RUNNING
     barrier()
@@ -247,8 +252,14 @@ class Batch:
     """`num_envs` matches at a time. What its methods return is overwritten by the next call: clone what you keep."""
 
     policies = ()
+    default_others = ()  # the policies that others are drawn from where none are named; empty: all
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
+    encounters = 1  # matches in a row with the same others, which are one episode
+    zero_sum = False  # whether all rewards of a step add up to nothing
     ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
+    obs_bound = 1.0  # no number of an observation is larger, or smaller than its negative
+    sides = None  # the side, 0 or 1, of each agent, where there are two with opposing interests
+    learner_side = 0  # whose seats a single learner rotates through, where there are sides
     simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
     passed_on = ()  # options that go to another package as they are
     ranges: ClassVar = {}  # (least, most) of tensors of the simulation by name: numbers, or tensors that broadcast
@@ -259,7 +270,8 @@ class Batch:
         self.name, self.num_envs, self.device, self.agents = name, num_envs, torch.device(device), agents
         self.n_agents, self.autoreset, self._started = len(agents), bool(autoreset), False
         self._seed = whole_seed(seed)
-        self.n_actions, self.obs_dim, self.state_dim, self.episode_limit = sizes
+        self.n_actions, self.obs_dim, self.state_dim, self.match_limit = sizes
+        self.episode_limit = self.match_limit * self.encounters
         self.check = num_envs <= 64 and self.device.type == "cpu" if check is None else bool(check)
         modes = gymnasium.vector.AutoresetMode
         self.metadata = {
@@ -267,7 +279,8 @@ class Batch:
             "render_modes": ["rgb_array"],
             "autoreset_mode": modes.SAME_STEP if autoreset else modes.DISABLED,
         }
-        self.single_observation_space = gymnasium.spaces.Box(-1.0, 1.0, (self.n_agents, self.obs_dim), np.float32)
+        shape, bound = (self.n_agents, self.obs_dim), self.obs_bound
+        self.single_observation_space = gymnasium.spaces.Box(-bound, bound, shape, np.float32)
         self.single_action_space = gymnasium.spaces.MultiDiscrete([self.n_actions] * self.n_agents)
 
         def blank(dtype, *shape):
@@ -281,6 +294,7 @@ class Batch:
         number, yes, integer, matches, agents = torch.float32, torch.bool, torch.int64, num_envs, self.n_agents
         self._simulation = {name: blank(dtype, *shape) for name, (dtype, shape) in simulation.items()}
         self._simulation["match"] = blank(integer, matches, 4)
+        self._simulation["encounter"] = blank(integer, matches)
         kept = matches if autoreset else 0
         self._outputs = {
             "obs": blank(number, matches, agents, self.obs_dim),
@@ -302,6 +316,7 @@ class Batch:
             key: self._outputs[key] for key in ("state", "avail", "alive", "won", *(FINAL if autoreset else ()))
         }
         self._info["invalid"] = blank(yes, matches)
+        self._info["encounter"] = self._simulation["encounter"]
 
     @functools.cached_property
     def observation_space(self):  # made when asked for: its bounds take twice the memory of the observations
@@ -319,7 +334,7 @@ class Batch:
     def _rule_numbers(self, idle):
         """The numbers of RULE, by name."""
         sizes = (self.n_agents, self.n_actions, self.obs_dim, self.state_dim)
-        return dict(zip(RULE, (*sizes, self.episode_limit, int(self.autoreset), idle)))
+        return dict(zip(RULE, (*sizes, self.match_limit, int(self.autoreset), idle, self.encounters)))
 
     def play(self, functions, game_type, rule_type, idle, tensors=None, lanes=16, **numbers):
         """Plays by `functions`: reset_one, step_one, observe_one, act_one.
@@ -353,6 +368,11 @@ class Batch:
     def info(self):
         """State, masks and the rest now, as reset and step return them."""
         return self._info
+
+    @property
+    def leaving_ends(self):
+        """Whether an agent that leaves has ended its own episode: with rewards of its own, in the only match."""
+        return not self.team_reward and self.encounters == 1
 
     @property
     def steps(self):
@@ -439,6 +459,8 @@ class Batch:
     def _refuse_snapshot(self, snapshot):
         if not isinstance(snapshot, dict):
             raise ValueError(f"a snapshot is a dictionary of tensors, not {type(snapshot).__name__}")
+        match = torch.tensor([[0, -1, 0, RUNNING], [(1 << 63) - 1, 1 << 62, self.match_limit, FROZEN]])
+        ours = {"match": match, "encounter": (0, self.encounters - 1)}
         for key, like in {**self._simulation, **self._outputs}.items():
             tensor, wanted = snapshot.get(key), f"{like.dtype} {tuple(like.shape)}"
             if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
@@ -446,9 +468,7 @@ class Batch:
             if tensor.shape != like.shape or tensor.dtype != like.dtype:
                 given = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise ValueError(f"the snapshot does not fit: {key} should be {wanted}, not {given}")
-            limits = self.ranges.get(key, (-math.inf, math.inf))
-            if key == "match":
-                limits = torch.tensor([[0, -1, 0, RUNNING], [(1 << 63) - 1, 1 << 62, self.episode_limit, FROZEN]])
+            limits = {**self.ranges, **ours}.get(key, (-math.inf, math.inf))
             if key in self._simulation or tensor.is_floating_point():
                 check_range(tensor, *limits, functools.partial(self._called, key))
 
@@ -481,6 +501,10 @@ class Batch:
             f"{self.name}: a batch cannot be copied or pickled, since its programs write to the tensors they were made "
             "with; snapshot() copies the matches, and restore() puts them into a batch made with the same arguments"
         )
+
+    def origin(self, agent, index=0):
+        """What the places in an agent's observation are measured from, where an environment has `places`."""
+        return torch.zeros(2, device=self.device)
 
     def render(self, index=0, size=480, sight=None, goals=None):
         """A picture of match `index`: RGB bytes (height, width, 3), `size` pixels wide and at most as high.

@@ -169,6 +169,7 @@ class Battle(Batch):
     """Matches on one map. docs/battles.md describes the rules and the options; envs.make builds one."""
 
     policies = POLICIES
+    default_others = ("nearest", "weakest", "kite")
     hit_distance = 1.0  # how near a predicted place must be to count as right
 
     def __init__(
@@ -326,6 +327,10 @@ class Battle(Batch):
         friends = obs[..., rule.friends_at : rule.self_at].unflatten(-1, (-1, rule.friend_width))
         both = torch.cat((enemies[..., 1:5], friends[..., 1:5]), -2)  # distance, x, y, health
         return both[..., 1:3] * float(SIGHT), both[..., 3] > 0
+
+    def origin(self, agent, index=0):
+        """The agent's own place, from which those in its observation are measured."""
+        return torch.stack([self.units()[axis][index, agent] for axis in ("x", "y")])
 
     def scene(self, index=0):
         """One match as it stands, in plain words and numbers, to be drawn."""

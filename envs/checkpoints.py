@@ -1,57 +1,143 @@
 """Files of training runs: reading and writing them, and loading a run's policy.
 
-A run folder has checkpoint.pt (arguments, networks, optimiser, progress) and, until the run is complete, resume.pt
-(random states, matches, replay buffer). Both hold tensors and plain types only.
+A run folder has checkpoint.pt (arguments, networks, optimiser, progress) and, until the run is complete, the file that
+its "resume" names (random states, matches, replay buffer). Both hold tensors and plain types only. Files may come from
+anybody: whatever is wrong with one is a ValueError in one line, before any network is built.
 """
 
 import contextlib
+import copy
 import functools
 import importlib.util
-import os
+import io
+import math
 import sys
+import types
+import typing
 from pathlib import Path
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from envs import files
 
 ROOT = Path(__file__).parent.parent  # where the training scripts are
+KINDS = {  # what a checkpoint has, and of which type
+    "algorithm": str,
+    "env_id": str,
+    "sizes": dict,
+    "args": dict,
+    "networks": dict,
+    "optimizer": dict,
+    "updates": int,
+    "progress": dict,
+}
+PROGRESS = {"steps": int, "episodes": int, "seconds": float, "evals": list, "complete": bool, "next_eval": int}
+SIZES = ("n_agents", "n_actions", "obs_dim", "state_dim", "episode_limit")  # what inputs and outputs depend on
+LARGEST_WEIGHT = 2**24  # numbers in a weight that no checkpoint has to prove
 
 
+# ---- reading ----
 def read(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
+    """The content of a file. Code in it is not run."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict):
+            raise ValueError(f"it has a {type(content).__name__}")
+    except MemoryError:
+        raise ValueError(f"{path} is not a file of this project: it does not fit into memory") from None
+    except Exception as error:  # torch.load has many ways to fail
+        cause = str(error).strip().split("\n")[0].split(". ")[0][:150] or type(error).__name__
+        raise ValueError(f"{path} is damaged or not a file of this project: {cause}") from None
+    return content
 
 
 def read_run(folder):
-    """The checkpoint of a run folder."""
+    """The checkpoint of a run folder, checked."""
     path = Path(folder) / "checkpoint.pt"
     if not path.is_file():
         raise ValueError(f"there is no checkpoint.pt in {folder}")
-    return read(path)
-
-
-def networks_of(run, saved):
-    """The weights in a checkpoint, by the name of the network."""
+    saved = read(path)
     if "networks" not in saved:
-        raise ValueError(f"{run} is of another version of this project: it has no networks by name")
+        raise ValueError(f"{path} is of another version of this project: it has no networks by name")
+    for name, kind in KINDS.items():
+        _check(path, name, kind, saved.get(name))
+    for name, kind in PROGRESS.items():
+        _check(path, f"progress: {name}", (int, float) if kind is float else kind, saved["progress"].get(name))
+    for name in SIZES:
+        _check(path, f"sizes: {name}", int, saved["sizes"].get(name))
+    if not saved["algorithm"].isidentifier():
+        raise ValueError(f"{path}: algorithm is the name of a script, not {_short(saved['algorithm'])}")
+    for name in ("env_id", "exp_name"):
+        value = saved["args"].get(name, "")
+        if not isinstance(value, str) or ".." in value or "\0" in value or "\\" in value or value.startswith("/"):
+            raise ValueError(f"{path}: {name} is a name without a path, not {_short(value)}")
+    if saved["args"].get("env_id", saved["env_id"]) != saved["env_id"]:
+        raise ValueError(f"{path} is damaged: it is of {saved['env_id']}, but its arguments are not")
+    if not isinstance(saved.get("resume"), (str, types.NoneType)) or "/" in (saved.get("resume") or ""):
+        raise ValueError(f"{path}: resume is the name of a file, not {_short(saved['resume'])}")
+    for network, weights in saved["networks"].items():
+        if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+            raise ValueError(f"{path}: networks: {_short(network)} has something else than tensors")
+    check_tensors(path, saved)
+    return saved
+
+
+def _check(path, name, kind, value):
+    """Numbers in a checkpoint are counts: none is below 0."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{path} is damaged: {name} is {_short(value)}")
+    if isinstance(value, (int, float)) and not 0 <= value < 2**63:
+        raise ValueError(f"{path} is damaged: {name} is {_short(value)}")
+
+
+def _short(value, length=60):
+    text = repr(value) if not isinstance(value, torch.Tensor) else f"a tensor {tuple(value.shape)}"
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def check_tensors(path, content, name=""):
+    """Raises a ValueError if a tensor has a number that is not finite, or claims to be larger than its data."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            check_tensors(path, value, f"{name}.{key}" if name else str(key))
+    elif isinstance(content, (list, tuple)):
+        for number, value in enumerate(content):
+            check_tensors(path, value, f"{name}.{number}")
+    elif isinstance(content, torch.Tensor):
+        if content.layout != torch.strided or content.nbytes > content.untyped_storage().nbytes():
+            raise ValueError(f"{path} is damaged: {name} is no plain tensor")
+        if content.is_floating_point() and not content.isfinite().all():
+            raise ValueError(f"{path} has numbers that are not finite, in {name}")
+
+
+def read_networks(path, requirements):
+    """The networks in a file that was made for the same `requirements`."""
+    if not Path(path).is_file():
+        raise ValueError("there is no such file")
+    saved = read(path)
+    if saved.get("requirements") != requirements:
+        raise ValueError(f"it is for {_short(saved.get('requirements'), 400)}, not for {requirements}")
+    if not isinstance(saved.get("networks"), dict) or not all(isinstance(v, dict) for v in saved["networks"].values()):
+        raise ValueError("it has no networks by name")
+    check_tensors(path, saved)
     return saved["networks"]
 
 
+# ---- writing ----
 def write(content, path):
     """Writes a file completely or not at all, and returns whether it did; a full disk is only a warning."""
-    temporary = path.with_suffix(".part")
     try:
-        torch.save(content, temporary)
-        os.replace(temporary, path)
+        files.write(path, lambda file: torch.save(content, file))
         return True
     except (OSError, RuntimeError) as error:
-        print(f"warning: {path} was not written ({error}); the run goes on", file=sys.stderr)
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        print(f"warning: {files.reason(error)}: {path} was not written; the run goes on", file=sys.stderr)
         return False
 
 
+# ---- what a checkpoint is of ----
 def env_sizes(env):
-    """The sizes that a network's inputs and outputs depend on."""
-    return {name: getattr(env, name) for name in ("n_agents", "n_actions", "obs_dim", "state_dim", "episode_limit")}
+    return {name: getattr(env, name) for name in SIZES}
 
 
 def check_env(source, saved, env):
@@ -96,16 +182,106 @@ def script_of(run):
 
 
 def load_args(args_class, run):
-    """The arguments of a run, as far as this version of the script has them."""
+    """The arguments of a run, as far as this version of the script has them; the script's own check accepts them."""
     saved = read_run(run)["args"]
-    return args_class(**{name: value for name, value in saved.items() if name in args_class.__dataclass_fields__})
+    known = {name: value for name, value in saved.items() if name in args_class.__dataclass_fields__}
+    check_types(run, args_class, known)
+    args = args_class(**known)
+    script = sys.modules.get(args_class.__module__)
+    if hasattr(script, "check_args"):
+        checked = copy.copy(args)
+        checked.cuda = False
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                script.check_args(checked)
+        except SystemExit as error:
+            raise ValueError(f"{run} has an invalid argument: {error}") from None
+    return args
+
+
+def check_types(run, args_class, values):
+    """Raises a ValueError if an argument of a checkpoint does not have the type of its option."""
+    hints = typing.get_type_hints(args_class)
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise ValueError(f"{run} has an invalid argument: {name} is {_short(value)}")
+
+
+def _fits(value, hint):
+    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, choice) for choice in choices)
+    if origin is typing.Literal:
+        return value in choices
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(_fits(item, choices[0]) for item in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is (types.NoneType if hint is None else hint)
+
+
+def limit_sizes(run, saved, error=ValueError):
+    """From now on no network can be built that is much larger than those of a checkpoint; remove() ends that."""
+    sizes = [tensor.numel() for weights in saved["networks"].values() for tensor in weights.values()]
+    largest = max([LARGEST_WEIGHT, *sizes])
+
+    def check(module, name, parameter):
+        if parameter is not None and parameter.numel() > largest:
+            raise error(f"{run}: its arguments ask for larger networks than it has")
+
+    return register_module_parameter_registration_hook(check)
+
+
+@contextlib.contextmanager
+def limited_sizes(run):
+    hook = limit_sizes(run, read_run(run))
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "allocate" in str(error):
+            raise ValueError(f"{run}: its arguments ask for larger networks than fit into memory") from None
+        raise
+    finally:
+        hook.remove()
 
 
 def load_networks(run, env, networks):
     """Loads networks, a dictionary of modules, from a run; returns its checkpoint."""
     saved = read_run(run)
     check_env(run, saved, env)
-    weights = networks_of(run, saved)
     for name, network in networks.items():
-        network.load_state_dict(weights[name])
+        load_weights(run, name, network, saved["networks"].get(name, {}))
     return saved
+
+
+def load_weights(source, name, network, weights):
+    """Loads the weights of one network; a ValueError says what does not fit."""
+    expected = {key: tensor.shape for key, tensor in network.state_dict().items()}
+    found = {key: tensor.shape for key, tensor in weights.items()}
+    for key in expected.keys() | found.keys():
+        if expected.get(key) != found.get(key):
+            shapes = [tuple(shapes[key]) if key in shapes else "nothing" for shapes in (expected, found)]
+            raise ValueError(f"{source} does not fit the script: {name}.{key} is {shapes[1]}, not {shapes[0]}")
+    network.load_state_dict(weights)
+
+
+def load_optimizer(optimizer, saved):
+    """Loads the state of an optimiser; a ValueError says what does not fit."""
+    current = optimizer.state_dict()
+    groups, expected = saved.get("param_groups"), current["param_groups"]
+    kinds = [{key: type(value) for key, value in group.items()} for group in expected]
+    if (
+        not isinstance(groups, list)
+        or [{key: type(value) for key, value in group.items()} for group in groups] != kinds
+    ):
+        raise ValueError("the optimizer has other options")
+    if [group["params"] for group in groups] != [group["params"] for group in expected]:
+        raise ValueError("the optimizer is of other networks")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in saved["state"].items():
+        if number not in range(len(parameters)):
+            raise ValueError("the optimizer is of other networks")
+        for name, value in values.items():
+            if torch.is_tensor(value) and value.shape not in ((), parameters[number].shape):
+                raise ValueError(f"the optimizer's {name} {number} is {tuple(value.shape)}")
+    optimizer.load_state_dict(saved)

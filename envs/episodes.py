@@ -24,8 +24,17 @@ import torch
 from envs import checkpoints
 
 CHUNK = 8  # steps captured in one CUDA graph, between two checks whether all matches are over
+MAX_INVALID_ROUNDS = 20  # in a row, before giving up
 PER_AGENT = ("action", "reward", "obs", "avail", "alive")  # recorded for the learner's seats; all_<name>: for everybody
 OF_STEP = ("action", "all_action", "reward", "all_reward", "terminated")  # recorded with the step; the rest after it
+
+
+class Stopped(Exception):
+    """Raised by an EpisodeRunner that leaves its game because the run was asked to stop."""
+
+
+class GameFailed(RuntimeError):
+    """A game has failed so often that it is given up; the message is one line."""
 
 
 class Inputs(NamedTuple):
@@ -108,9 +117,14 @@ class SideStream:
 
 class EpisodeRunner:
     def __init__(self, env, team, player, fields=()):
+        fields = [*fields, *["encounter"] * (env.encounters > 1 and "encounter" not in fields)]
+        self.rounds = 0
+        self.match_returns = {}  # by the number of a match in its encounter, of the last evaluation
         self.env = env
         self.team = team
         self.player = player
+        self.should_stop = None  # without arguments; asked in each step of a game that is not simulated
+        self.invalid_rounds = 0  # in a row
         rows = round_up(env.episode_limit, CHUNK) + 1
         values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
         values |= self.outputs
@@ -121,6 +135,7 @@ class EpisodeRunner:
         self.last_action = torch.zeros_like(env.actions)
         self.running = torch.zeros_like(env.terminated)
         self.lengths = torch.zeros_like(env.actions[:, 0])
+        self.team_last_action = torch.zeros_like(env.actions) if env.encounters > 1 else self.last_action
         self.play_chunk = Graphed(self._play_chunk, env.device) if env.simulated else self._play_chunk
         if env.simulated:
             env.reset()  # so that a snapshot has its random streams
@@ -154,31 +169,55 @@ class EpisodeRunner:
             seat=self.team.learner_seats,
         )
         action = self.player.act(inputs, self.epsilon)
-        return self.last_action.copy_(self.team.joint_action(action, self.last_action))
+        action = self.team.joint_action(action, self.team_last_action)
+        return self.last_action.copy_(action)
 
     @torch.no_grad()
     def _play_chunk(self):
         for row in range(CHUNK):
+            if not self.env.simulated:
+                self.check_stop()
             action = self.act()
+            encounter = self.env.info["encounter"].clone() if self.env.encounters > 1 else None
             obs, reward, terminated, truncated, info = self.env.step(action)
+            if encounter is not None:  # the others start anew in every match
+                new_match = (info["encounter"] != encounter).unsqueeze(1)
+                self.team_last_action.copy_(torch.where(new_match, -1, action))
             fields = self._fields(action=action, reward=reward, terminated=terminated, obs=obs, **info)
             self._record(self.chunk, row, fields | self.outputs)
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
 
+    def check_stop(self):
+        """Raises Stopped when the caller wants an end."""
+        if self.should_stop is not None and self.should_stop():
+            raise Stopped
+
     def play(self, epsilon=0.0):
         """Plays one episode of every match.
 
         Returns (returns (matches, seats), lengths, won, valid), all overwritten by the next call. Matches of the real
-        game that failed are not valid.
+        game that failed are not valid. Raises Stopped or GameFailed.
         """
-        self.team.draw()
+        if self.env.simulated:
+            return self._play(epsilon)
+        self.env.while_waiting = self.check_stop
+        try:
+            return self._play(epsilon)
+        finally:
+            self.env.while_waiting = None
+
+    def _play(self, epsilon):
+        if self.rounds % self.team.encounter == 0:
+            self.team.draw()
+        self.rounds += 1
         obs, info = self.env.reset()
         self.running.fill_(True)
         self.player.reset(self.running)
         self.lengths.zero_()
         self.episodes["reward"].zero_()
         self.last_action.fill_(-1)
+        self.team_last_action.fill_(-1)
         self.epsilon.fill_(epsilon)
         self._record(self.episodes, 0, self._fields(obs=obs, **info))
         for t in range(0, self.env.episode_limit, CHUNK):
@@ -188,21 +227,53 @@ class EpisodeRunner:
                 self.episodes[name][first : first + CHUNK] = values
             if not self.running.any():
                 break
-        return self.episodes["reward"].sum(0), self.lengths, info["won"], ~info["invalid"]
+        valid = ~info["invalid"]
+        self.invalid_rounds = 0 if valid.any() else self.invalid_rounds + 1
+        if self.invalid_rounds == MAX_INVALID_ROUNDS:
+            raise GameFailed(f"{self.env.name}: no valid match in {MAX_INVALID_ROUNDS} rounds in a row")
+        return self.episodes["reward"].sum(0), self.lengths, info["won"], valid
+
+    def collect(self, steps):
+        """At least `steps` steps in two or more rounds, a dictionary of copies each; invalid matches are left out.
+
+        `mask` (rows, matches, seats) is set where the learner's seat is alive.
+        """
+        rounds, played = [], 0
+        while played < steps or len(rounds) < 2:
+            _, lengths, _, valid = self.play()
+            played += int(lengths.sum())
+            rows = torch.arange(int(lengths.max()) + 1, device=lengths.device).view(-1, 1, 1)
+            episodes = {name: values[: len(rows), valid].clone() for name, values in self.episodes.items()}
+            episodes["mask"] = episodes["alive"] & (rows <= lengths[valid].unsqueeze(-1))
+            rounds.append(episodes)
+        return rounds
 
     def evaluate(self, count):
         """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones."""
-        results = []
+        results, by_match = [], {}
         played = 0
         while played < count:
             *numbers, valid = self.play()
             results.append([tensor[valid].cpu() for tensor in numbers])
             played += len(results[-1][0])
+            for number, returns in self._returns_by_match(valid):
+                by_match.setdefault(f"return_{number}", []).append(returns)
+        self.match_returns = {name: sum(means) / len(means) for name, means in sorted(by_match.items())}
         return [torch.cat(tensors)[:count] for tensors in zip(*results)]
+
+    def _returns_by_match(self, valid):
+        """(number of a match in its encounter, mean return) of the last round; nothing without encounters."""
+        reward = self.episodes["reward"][:, valid].mean(-1)  # (rows, matches)
+        if self.team.encounter > 1:
+            yield (self.rounds - 1) % self.team.encounter + 1, reward.sum(0).mean().item()
+        elif self.env.encounters > 1:
+            encounter = self.episodes["encounter"][:, valid]  # of a row, as its observation; so is its reward's
+            for number in range(self.env.encounters):
+                yield number + 1, torch.where(encounter == number, reward, 0.0).sum(0).mean().item()
 
     def policy(self, obs=None, info=None):
         """Greedy play, step by step, for a caller that steps the environment: joint actions (matches, n_agents)."""
-        starting = self.env.steps == 0
+        starting = (self.env.steps == 0) & (self.env.info["encounter"] == 0)
         if starting.all():
             self.team.draw()
         self.player.reset(starting)
@@ -223,10 +294,11 @@ class EpisodeRunner:
         return episodes | {"lengths": lengths, "policy_id": self.team.policy_id[matches]}
 
     def state_dict(self):
-        return {"matches": self.env.snapshot() if self.env.simulated else None, "rounds": self.team.rounds}
+        matches = self.env.snapshot() if self.env.simulated else None
+        return {"matches": matches, "rounds": self.rounds, "team_rounds": self.team.rounds}
 
     def load_state_dict(self, state):
-        self.team.rounds = state["rounds"]
+        self.rounds, self.team.rounds = state["rounds"], state["team_rounds"]
         if state["matches"] is not None:
             self.env.restore(state["matches"])
 
@@ -280,7 +352,7 @@ class SeatSelection:
 def load_player(run, env, seats):
     """The greedy policy of a run of any script, playing `seats` (matches, seats) of matches like those of `env`."""
     script, args = checkpoints.script_of(run)
-    with preserved_rng(env.device):  # networks are initialised at random before they are loaded
+    with preserved_rng(env.device), checkpoints.limited_sizes(run):  # networks are initialised before they are loaded
         if getattr(args, "share_parameters", True) or seats.shape[1] == env.n_agents:
             return script.load_player(run, env, seats)
         every_seat = torch.arange(env.n_agents, device=env.device).repeat(len(seats), 1)

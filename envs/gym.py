@@ -21,8 +21,6 @@ from gymnasium.vector.utils import batch_space
 
 import envs
 
-ROSTER = ("nearest", "weakest", "kite")  # where there are policies of these names, and no others are asked for
-
 
 class Matches:
     """What both environments below share: a batch in which one seat of each match is played from outside."""
@@ -30,7 +28,7 @@ class Matches:
     def __init__(self, env_id, num_envs, others, seat, options):
         self.batch = batch = envs.make(env_id, num_envs, device="cpu", seed=0, autoreset=False, check=False, **options)
         if others is None:
-            others = ROSTER if set(ROSTER) <= set(batch.policies) else batch.policies
+            others = batch.default_others or batch.policies
         if isinstance(others, str) or not others or not set(others) <= set(batch.policies):
             raise ValueError(f"others is a tuple of some of {', '.join(batch.policies)}, not {others!r}")
         if seat != "random" and seat not in range(batch.n_agents):

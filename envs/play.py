@@ -66,11 +66,8 @@ def predicted_places(env, seat, predicted_obs, obs):
     """
     if not hasattr(env, "places"):
         return []
-    places = env.places(predicted_obs)[0][0, 0]
+    places = env.places(predicted_obs)[0][0, 0] + env.origin(seat)
     visible = env.places(obs)[1][0, 0]
-    if hasattr(env, "units"):  # places are relative to the agent
-        units = env.units()
-        places = places + torch.stack((units["x"][0, seat], units["y"][0, seat]))
     return [(seat, *place) for place, seen in zip(places.tolist(), visible.tolist()) if seen]
 
 
@@ -172,9 +169,9 @@ def main(args):
         raise ValueError(f"--out {args.out} is not one of {', '.join('*' + ending for ending in FORMATS)}")
     if args.out and args.out.suffix.lower() == ".mp4" and shutil.which("ffmpeg") is None:
         raise ValueError("an MP4 needs ffmpeg, which is not installed (apt, brew or winget have it); a .gif does not")
-    for name in ("episodes", "size", "fps"):
-        if getattr(args, name) <= 0:
-            raise ValueError(f"--{name} is above 0, not {getattr(args, name)}")
+    for name, largest in (("episodes", 10**6), ("size", 4096), ("fps", 1000)):
+        if not 0 < getattr(args, name) <= largest:
+            raise ValueError(f"--{name} is above 0 and at most {largest}, not {getattr(args, name)}")
     env = envs.make(args.env_id, device=args.device, seed=args.seed, n_agents=args.n_agents)
     if not all(0 <= agent < env.n_agents for agent in args.sight):
         raise ValueError(f"--sight takes agents from 0 to {env.n_agents - 1}, not {args.sight}")
@@ -200,6 +197,7 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, prog="python -m envs.play", description=__doc__.splitlines()[0]))
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(1)
+        sys.exit(130)

@@ -7,15 +7,22 @@
             run.count(steps, episodes)
 
 A learner has `networks()` (name -> module), `optimizer`, `updates` and `metrics`. checkpoint.pt has what it takes to
-act and to continue; resume.pt what else it takes to continue exactly: random states, and what is in `state`, objects
-with state_dict and load_state_dict.
+act and to continue; resume-<steps>.pt what else it takes to continue exactly: random states, and what is in `state`,
+objects with state_dict and load_state_dict.
+
+Exit codes: 0 done, 1 error, 2 bad arguments, 128 + n stopped by signal n and saved (130 Ctrl-C, 143 SIGTERM, and 143 at
+the time limit).
 """
 
+import _thread
+import contextlib
+import functools
 import importlib.util
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +32,62 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from envs import checkpoints
+from envs import checkpoints, files
+from envs.episodes import GameFailed, Stopped
 
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+RETRY = 60.0  # seconds until a file that could not be written is tried again
+LARGEST = {
+    **dict.fromkeys(("hidden_dim", "latent_dim", "mixing_dim", "hypernet_dim", "horizon"), 2**13),
+    **dict.fromkeys(("num_envs", "batch_size"), 2**22),
+}
 CHANGEABLE = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
+
+
+_size_limits = []
+
+
+# ---- ending ----
+class Exit(SystemExit):
+    """Ends the program with a message and an exit code."""
+
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.code = code
+        print(message, file=sys.stderr, flush=True)
+
+
+class UsageError(Exit):
+    def __init__(self, message):
+        super().__init__(str(message), 2)
+
+
+def exit_on_signals():
+    """Until a run starts, a signal ends the program at once."""
+
+    def end(number, frame):
+        raise Exit("interrupted before the first step: nothing was saved", 128 + number)
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+    if os.environ.get("OMG_STOP_ON_EOF") == "1":  # who started this closes its stdin by ending, however it ends
+        threading.Thread(target=_signal_at_eof, daemon=True).start()
+
+
+def _signal_at_eof():
+    while os.read(sys.stdin.fileno(), 1024):  # sys.stdin itself would be locked when the program ends
+        pass
+    _thread.interrupt_main(signal.SIGTERM)
+
+
+def report_lack_of_memory(kind, error, trace, default=sys.excepthook):
+    """One line instead of a traceback."""
+    if issubclass(kind, MemoryError) or (issubclass(kind, RuntimeError) and "allocate" in str(error)):
+        print(
+            f"out of memory: {str(error).strip().splitlines()[0][:200] or 'no more can be allocated'}", file=sys.stderr
+        )
+    else:
+        default(kind, error, trace)
 
 
 # ---- arguments ----
@@ -38,24 +98,32 @@ def option(name):
 def parse_args(args_class, script):
     """The arguments of the command line; a resumed run keeps those it had, and rejects others."""
     args = tyro.cli(args_class)
+    exit_on_signals()
+    sys.excepthook = report_lack_of_memory
     if not args.resume:
         return args
     if args.init:
-        raise SystemExit("--init starts a new run and --resume continues an old one: give one of them")
+        raise UsageError("--init starts a new run and --resume continues an old one: give one of them")
     folder = Path(args.resume)
     try:
         saved = checkpoints.read_run(folder)
-        checkpoints.networks_of(folder, saved)
     except ValueError as error:
-        raise SystemExit(f"--resume {folder}: {error}") from None
+        raise UsageError(f"--resume {folder}: {error}") from None
+    if owner := files.is_locked(folder):
+        raise UsageError(f"--resume {folder} is in use by {owner}")
     if saved["algorithm"] != Path(script).stem:
-        raise SystemExit(f"--resume {folder} is a run of {saved['algorithm']}.py")
+        raise UsageError(f"--resume {folder} is a run of {saved['algorithm']}.py")
     if saved["progress"]["complete"] and (folder / "results.json").exists():
-        raise SystemExit(f"--resume {folder}: that run is complete")
+        raise UsageError(f"--resume {folder}: that run is complete")
     defaults = asdict(args_class())
     given = asdict(args)
     if unknown := saved["args"].keys() - defaults.keys():
-        raise SystemExit(f"--resume {folder} is of another version: it has {', '.join(sorted(unknown))}")
+        raise UsageError(f"--resume {folder} is of another version: it has {', '.join(sorted(map(str, unknown)))}")
+    try:
+        checkpoints.check_types("it", args_class, saved["args"])
+    except ValueError as error:
+        raise UsageError(f"--resume {folder}: {error}") from None
+    _size_limits.append(checkpoints.limit_sizes(folder, saved, UsageError))  # until they are loaded
     previous = {**defaults, **saved["args"]}  # an older run may lack an option
     invalid = [
         f"{option(name)} {previous[name]} (not {value})"
@@ -63,7 +131,7 @@ def parse_args(args_class, script):
         if name not in CHANGEABLE and value not in (defaults[name], previous[name])
     ]
     if invalid:
-        raise SystemExit(f"--resume {folder} has {', '.join(invalid)}")
+        raise UsageError(f"--resume {folder} has {', '.join(invalid)}")
     return args_class(**{**previous, **{name: given[name] for name in CHANGEABLE}})
 
 
@@ -72,7 +140,7 @@ def load_script(args):
     try:
         return checkpoints.load_script(args.script, f"--script {args.script}:")
     except ValueError as error:
-        raise SystemExit(error) from None
+        raise UsageError(error) from None
 
 
 def check_ranges(args, positive="", non_negative="", fractions=""):
@@ -86,7 +154,12 @@ def check_ranges(args, positive="", non_negative="", fractions=""):
         for name in names.split():
             value = getattr(args, name)
             if value is not None and not accepts(value):
-                raise SystemExit(f"{option(name)} is {allowed}, not {value}")
+                raise UsageError(f"{option(name)} is {allowed}, not {value}")
+            if value is not None and not value <= LARGEST.get(name, 2**62):
+                raise UsageError(f"{option(name)} is at most {LARGEST.get(name, 2**62)}, not {value}")
+    name = getattr(args, "exp_name", "x")
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise UsageError(f"--exp-name is a name without a path, not {name!r}")
 
 
 def resolve_device(args):
@@ -106,6 +179,52 @@ def fill_in(args, defaults):
             setattr(args, name, value)
 
 
+def check_team_options(args):
+    """Rejects options that do not go together."""
+    if args.team != "self" and not getattr(args, "share_parameters", True):
+        raise UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
+    if args.tell_who and args.team == "self":
+        raise UsageError("--tell-who is for a learner among others: with --team self there are none to tell of")
+    if args.tell_who and args.capture_video:
+        raise UsageError("--tell-who has no video: what such a learner is told is known in its own run only")
+    if args.keep_memory and args.encounter == 1:
+        raise UsageError("--keep-memory is for encounters of several matches: --encounter says how many")
+
+
+def check_common_goal(args, env, team):
+    """For scripts whose learners share a value: rejects learners on opposite sides, and says what is maximised."""
+    if team.is_opposed():
+        example = f"{env.sides.count(0)}learner{env.sides.count(1)}{env.policies[0]}"
+        raise UsageError(f"--team {args.team}: {args.env_id} has two sides, of which one can learn: --team {example}")
+    if env.zero_sum and args.team == "self":
+        raise UsageError(
+            f"--env-id {args.env_id}: the rewards add up to zero, so a team of all players has nothing to learn; "
+            "iql.py plays against itself, and --team scripted is one learner against scripted others"
+        )
+    if not env.team_reward:
+        print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
+
+
+def fill_in_sizes(args):
+    """Sets the sizes of a run that were not given: they depend on the device and on how many seats learn."""
+    real_game = args.env_id.startswith("sc2/")
+    single = args.team != "self" and not real_game  # one learner: a match has less to learn from
+    if args.cuda:
+        defaults = {"num_envs": 1024, "total_timesteps": 20_000_000, "batch_size": 64}
+        defaults["train_frequency"] = 1000 if single else 2000
+    elif single:
+        defaults = {"num_envs": 512, "total_timesteps": 4_000_000, "batch_size": 32, "train_frequency": 400}
+    else:
+        defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
+    if real_game:  # slow: it is learned from more often
+        defaults |= {"num_envs": 8, "train_frequency": 60}
+    fill_in(args, defaults)
+    fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
+    smallest = max(args.batch_size, args.num_envs)
+    if args.buffer_size is not None and args.buffer_size < smallest:
+        raise UsageError(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
+
+
 def seed_for(seed, purpose):
     """A seed for one purpose. Other seeds and other purposes have unrelated random numbers."""
     words = np.random.SeedSequence([seed, *purpose.encode()]).generate_state(2)
@@ -120,6 +239,17 @@ def set_up_torch(args):
         torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import torch.compile
     _do_not_import_torch_compile()
     return torch.device("cuda" if args.cuda else "cpu")
+
+
+def rng_state(args):
+    """Torch's random state: that of the CPU and, where it is used, that of the GPU."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if args.cuda else [])]
+
+
+def set_rng_state(state):
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state(state[1])
 
 
 def _do_not_import_torch_compile():
@@ -161,7 +291,7 @@ def buffer_size(args, episodes, device):
     needed = f"{episode_bytes * size / 2**30:.2f} GiB on the {device.type.upper()}"
     print(f"The replay buffer takes {needed}, {episode_bytes / 2**10:.0f} KiB an episode.")
     if size > largest:
-        raise SystemExit(
+        raise UsageError(
             f"That does not fit into the {free / 2**30:.2f} GiB that are free: --buffer-size {largest} would."
         )
     return size
@@ -244,9 +374,9 @@ def initialise_from(run, learner):
     try:
         saved = checkpoints.read_run(run)
         checkpoints.check_env("it", saved, learner.env)
-        networks = checkpoints.networks_of("it", saved)
+        networks = saved["networks"]
     except ValueError as error:
-        raise SystemExit(f"--init {run}: {error}") from None
+        raise UsageError(f"--init {run}: {error}") from None
     for name, network in learner.networks().items():
         weights = networks.get(name)
         fits = weights is not None and _shapes(weights) == _shapes(network.state_dict())
@@ -254,7 +384,7 @@ def initialise_from(run, learner):
             network.load_state_dict(weights)
         elif name == "agents" or (weights is not None and "mixer" not in name):
             misfit = f"the {name} of a run of {saved['algorithm']}.py have other sizes or options"
-            raise SystemExit(f"--init {run}: {misfit}")
+            raise UsageError(f"--init {run}: {misfit}")
 
 
 def _shapes(weights):
@@ -266,28 +396,74 @@ def folder_of(args, started):
     return Path(args.run_root) / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(started)}"
 
 
-def open_log(args, folder, purge_step=None):
-    """TensorBoard's writer for a run, mirrored by Weights and Biases with --track."""
-    from torch.utils.tensorboard import SummaryWriter  # slow to import
+def make_folder(args, started):
+    """The new folder of a run, which no other run has."""
+    try:
+        return files.make_folder(folder_of(args, started))
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise UsageError(f"--run-root {args.run_root}: no folder can be made there ({cause})") from None
 
-    if args.track:
-        import wandb
 
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            group=args.wandb_group,
-            name=folder.name,
-            id=folder.name,
-            resume="allow",
-            sync_tensorboard=True,
-            config=asdict(args),
-            save_code=True,
-        )
-    writer = SummaryWriter(folder, purge_step=purge_step)
-    rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-    return writer
+class Log:
+    """TensorBoard's writer, mirrored by Weights and Biases with --track. What cannot be written is left out."""
+
+    def __init__(self, args, folder, purge_step=None):
+        if args.track:
+            import wandb
+
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                group=args.wandb_group,
+                name=folder.name,
+                id=folder.name,
+                resume="allow",
+                sync_tensorboard=True,
+                config=asdict(args),
+                save_code=True,
+            )
+        self.folder = folder
+        self.writer = None
+        self.failed = False
+        self.retry_at = 0.0
+        threading.excepthook = functools.partial(_ignore_log_threads, default=threading.excepthook)
+        rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
+        self._call("add_text", "hyperparameters", f"|param|value|\n|-|-|\n{rows}", purge_step=purge_step)
+
+    def __getattr__(self, name):  # add_scalar, add_histogram, add_image, flush
+        return functools.partial(self._call, name)
+
+    def _call(self, name, *args, purge_step=None, **options):
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        if time.time() < self.retry_at:
+            return
+        try:
+            if self.writer is None:
+                self.writer = SummaryWriter(self.folder, purge_step=purge_step)
+            getattr(self.writer, name)(*args, **options)
+            self.failed = False
+        except OSError as error:
+            self.writer = None  # its thread has ended; a later call opens a new file
+            self.retry_at = time.time() + RETRY
+            if not self.failed:
+                print(f"warning: {files.reason(error)}: the log is not written; the run goes on", file=sys.stderr)
+            self.failed = True
+            for path in self.folder.glob("events.out.*"):
+                if path.stat().st_size == 0:
+                    path.unlink()
+
+    def close(self):
+        if self.writer is not None:
+            with contextlib.suppress(OSError):
+                self.writer.close()
+
+
+def _ignore_log_threads(args, default):
+    """TensorBoard writes in a thread; its error is reported by the next call."""
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        default(args)
 
 
 class Run:
@@ -297,53 +473,97 @@ class Run:
         self.learner = learner
         self.state = state
         self.algorithm = Path(script).stem
-        self.folder = Path(args.resume) if args.resume else folder_of(args, started)
+        if args.init and not args.resume:
+            initialise_from(args.init, learner)
+        self.folder = Path(args.resume) if args.resume else make_folder(args, started)
+        self.lock = files.FolderLock(self.folder)
+        try:
+            self.lock.acquire()
+        except ValueError as error:
+            raise UsageError(error) from None
+        except OSError as error:
+            raise UsageError(f"{self.folder} cannot be written to ({error.strerror})") from None
         device = env.device.type.upper()
         print(f"{self.folder}: {args.env_id}, {env.n_agents} agents, {args.num_envs} matches at a time on the {device}")
+        self.resume_file = None
         self.progress = {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": False}
         self.progress["next_eval"] = args.eval_interval
         if args.resume:
             self.restore()
-        elif args.init:
-            initialise_from(args.init, learner)
         self.launched = started
         self.started = started - self.progress["seconds"]
         self.stop_requests = []
-        self.writer = open_log(args, self.folder, self.steps + 1 if args.resume else None)
+        self.writer = Log(args, self.folder, self.steps + 1 if args.resume else None)
+        for part in state.values():
+            part.should_stop = self.should_stop  # asked by what can last
 
     def __enter__(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, lambda number, frame: self.stop_requests.append(number))
         in_terminal = sys.stderr.isatty()
         total = self.args.total_timesteps
         self.bar = tqdm(total=total, initial=self.steps, unit_scale=True, disable=not in_terminal)
-        self.saved_at = time.time()
+        self.save_at = time.time() + self.args.checkpoint_interval
         self.logged_at = time.time()
         self.logged_steps = self.steps
         self.first_step = self.steps
         return self
 
     def __exit__(self, kind, error, trace):
-        self.bar.close()
-        self.writer.close()
-        if kind is FloatingPointError:
-            path = self.folder / "checkpoint.pt"
-            good = f"the last good checkpoint is {path}" if path.exists() else "no checkpoint was saved before"
-            raise SystemExit(f"stopped at step {self.steps:,}: {error}; {good}") from None
+        try:
+            if kind is Stopped:
+                self.stop()
+            if kind is GameFailed:
+                self.save()
+        finally:
+            for number in SIGNALS:  # once a run is stopped and saved, further signals change nothing
+                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, signal.SIG_IGN if self.stop_requests else default)
+            self.bar.close()
+            self.writer.close()
+            self.lock.release()
+        if kind in (FloatingPointError, GameFailed):
+            raise Exit(f"stopped at step {self.steps:,}: {error}; {self._last_checkpoint()}", 1) from None
 
     @property
     def steps(self):
         return self.progress["steps"]
 
+    # ---- stopping ----
+    def should_stop(self):
+        """Whether a signal asked the run to stop."""
+        return bool(self.stop_requests)
+
+    def stop_if_asked(self, progressed=True):
+        """Saves the run and ends the program if it was asked to stop, or if its time is up and it has `progressed`."""
+        limit = self.args.time_limit
+        time_is_up = limit is not None and time.time() - self.launched >= limit
+        if self.stop_requests or (time_is_up and progressed):
+            self.stop()
+
+    def stop(self):
+        """Saves the run and ends the program."""
+        number = next(iter(self.stop_requests), signal.SIGTERM)  # the time limit counts as SIGTERM
+        if not self.save():
+            raise Exit(f"stopped at step {self.steps:,} and not saved; {self._last_checkpoint()}", 1)
+        raise Exit(f"stopped at step {self.steps:,}; continue with --resume {self.folder}", 128 + number)
+
+    def save_or_stop(self):
+        """For what comes before the first step."""
+        self.stop_if_asked()
+        if self.save_due():
+            self.save()
+
+    def _last_checkpoint(self):
+        path = self.folder / "checkpoint.pt"
+        return f"the last good checkpoint is {path}" if path.exists() else "no checkpoint was saved before"
+
     def in_progress(self):
         """Whether there are steps left. A run that was asked to stop is saved, and ends the program."""
-        limit = self.args.time_limit
-        if limit is not None and time.time() - self.launched >= limit and self.steps > self.first_step:
-            self.stop_requests.append("time limit")  # after at least one round: it always gets on
-        if self.stop_requests and self.steps < self.args.total_timesteps:
-            self.save()
-            raise SystemExit(f"stopped at step {self.steps:,}; continue with --resume {self.folder}")
-        return self.steps < self.args.total_timesteps
+        unfinished = self.steps < self.args.total_timesteps
+        if unfinished:
+            self.stop_if_asked(progressed=self.steps > self.first_step)
+        return unfinished
 
     def count(self, steps, episodes):
         self.progress["steps"] += steps
@@ -375,6 +595,8 @@ class Run:
             "charts/epsilon": epsilon,
             "charts/SPS": speed,
         }
+        if hasattr(self.env, "restarts"):
+            charts["charts/restarts"] = self.env.restarts
         if not self.env.team_reward:
             by_seat = returns[valid].mean(0).tolist()
             charts |= {f"charts/episodic_return_{seat}": value for seat, value in enumerate(by_seat)}
@@ -382,7 +604,7 @@ class Run:
         line = f"return {episodic_return:.2f}, won {win_rate:.0%}, {speed:,.0f} steps/s"
         self.bar.set_postfix_str(line)
         if self.bar.disable:
-            print(f"{self.progress['seconds']:7.1f} s  {self.steps:12,} steps  {line}", flush=True)
+            say(f"{self.progress['seconds']:7.1f} s  {self.steps:12,} steps  {line}")
         self.logged_at = time.time()
         self.logged_steps = self.steps
 
@@ -394,15 +616,22 @@ class Run:
 
     def log_evaluation(self, returns, lengths, won, **groups):
         """Logs the results of EpisodeRunner.evaluate, and further metrics, a dictionary for each group."""
+        groups |= self._encounters()
         result = {"win_rate": won.float().mean().item(), "episodic_return": returns.mean().item()}
         for group, metrics in {"eval": result, **groups}.items():
             self.log({f"{group}/{name}": value for name, value in metrics.items()})
         self.progress["evals"].append({"steps": self.steps, "seconds": time.time() - self.started, **result})
 
+    def _encounters(self):
+        """The mean returns by the number of a match in its encounter, if there are encounters."""
+        found = getattr(self.state.get("eval_runner"), "match_returns", {})
+        return {"encounter": found} if found else {}
+
     def finish(self, returns, lengths, won, **groups):
         """Writes the last checkpoint and results.json, and prints a summary; parameters as in log_evaluation."""
+        groups |= self._encounters()
         self.progress |= {"seconds": time.time() - self.started, "complete": True}
-        self.save()
+        saved = self.save()
         final = {
             "win_rate": won.float().mean().item(),
             "win_rate_interval": wilson_interval(int(won.sum()), len(won)),
@@ -425,22 +654,33 @@ class Run:
             **self.progress,
             "updates": self.learner.updates,
             "versions": versions(),
+            **({"restarts": self.env.restarts} if hasattr(self.env, "restarts") else {}),
             **groups,
             "args": asdict(self.args),
         }
-        write_json(results, self.folder / "results.json")
+        saved = write_json(results, self.folder / "results.json") and saved
         self.log({f"eval/{key}": final[key] for key in best})
         low, high = final["win_rate_interval"]
         print(f"{self.progress['seconds']:.1f} s, {self.steps:,} steps, {self.learner.updates:,} updates")
         share = f"{final['win_rate']:.1%} ({low:.1%} to {high:.1%})"
         print(f"of {len(won)} greedy matches won {share}, return {final['episodic_return']:.2f}")
+        if not saved:
+            raise Exit(f"the results could not be written to {self.folder}", 1)
 
     # ---- checkpoints ----
     def save_due(self):
-        return time.time() - self.saved_at >= self.args.checkpoint_interval
+        return time.time() >= self.save_at
 
     def save(self):
+        """Saves the run, completely or not at all; returns whether it did.
+
+        Replacing checkpoint.pt, which names its resume file, is the commit: before it the old pair of files is valid,
+        after it the new one.
+        """
         self.learner.metrics.check_finite()  # nothing that is not finite is saved
+        if not self.folder.is_dir():
+            raise Exit(f"the run folder {self.folder} is gone: nothing can be saved", 1)
+        resume_file = None if self.progress["complete"] else self._resume_file()
         checkpoint = {
             "algorithm": self.algorithm,
             "env_id": self.args.env_id,
@@ -450,36 +690,81 @@ class Run:
             "optimizer": self.learner.optimizer.state_dict(),
             "updates": self.learner.updates,
             "progress": self.progress,
+            "resume": resume_file,
         }
-        written = checkpoints.write(checkpoint, self.folder / "checkpoint.pt")
-        resume_path = self.folder / "resume.pt"
-        if not self.progress["complete"]:
-            resume = {"steps": self.steps, "torch": torch.get_rng_state()}
-            resume["cuda"] = torch.cuda.get_rng_state() if self.args.cuda else None
+        written = True
+        if resume_file is not None:
+            resume = {"steps": self.steps, "rng": rng_state(self.args)}
             resume |= {name: part.state_dict() for name, part in self.state.items()}
-            checkpoints.write(resume, resume_path)
-        elif written:
-            resume_path.unlink(missing_ok=True)
-        self.saved_at = time.time()
+            written = checkpoints.write(resume, self.folder / resume_file)
+        written = written and checkpoints.write(checkpoint, self.folder / "checkpoint.pt")
+        if written:
+            self.resume_file = resume_file
+        for path in self.folder.glob("resume*.pt"):
+            if path.name != self.resume_file:
+                path.unlink(missing_ok=True)
+        self.save_at = time.time() + (self.args.checkpoint_interval if written else RETRY)
+        return written
+
+    def _resume_file(self):
+        """A name that the last save did not use."""
+        name = f"resume-{self.steps}.pt"
+        return name if name != self.resume_file else f"resume-{self.steps}-2.pt"
 
     def restore(self):
-        saved = checkpoints.load_networks(self.folder, self.env, self.learner.networks())
-        self.progress = saved["progress"]
-        self.learner.updates = saved["updates"]
-        self.learner.optimizer.load_state_dict(saved["optimizer"])
-        path = self.folder / "resume.pt"
-        resume = checkpoints.read(path) if path.exists() else {}
-        if resume.get("steps") != self.steps:
-            print(f"{path} is missing or of another step: going on with new matches and an empty buffer.")
+        while _size_limits:
+            _size_limits.pop().remove()
+        try:
+            saved = checkpoints.load_networks(self.folder, self.env, self.learner.networks())
+            self.progress = saved["progress"]
+            self.learner.updates = saved["updates"]
+            checkpoints.load_optimizer(self.learner.optimizer, saved["optimizer"])
+            self.resume_file = saved.get("resume")
+            if self.resume_file is not None:
+                self._restore_exactly(self.folder / self.resume_file)
+        except (ValueError, KeyError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+            raise UsageError(f"--resume {self.folder} does not fit or is damaged: {error}") from None
+
+    def _restore_exactly(self, path):
+        if not path.exists():
+            print(f"{path} is missing: going on with new matches and an empty buffer.")
             return
-        torch.set_rng_state(resume["torch"])
-        if self.args.cuda:
-            torch.cuda.set_rng_state(resume["cuda"])
+        resume = checkpoints.read(path)
+        if resume.get("steps") != self.steps:
+            raise ValueError(f"{path.name} is of another step")
+        set_rng_state(resume["rng"])
         for name, part in self.state.items():
             part.load_state_dict(resume[name])
 
 
+def check_buffer(state, data, max_length):
+    """Raises a ValueError if the state of a replay buffer with such `data` cannot be right."""
+    lengths, size = state["lengths"], len(next(iter(data.values()))[0])
+    filled = int((lengths > 0).sum())
+    if lengths.shape != (size,) or lengths.dtype != torch.int64 or not 0 <= state["cursor"] < size:
+        raise ValueError(f"the buffer has {tuple(lengths.shape)} lengths from {state['cursor']} on, not ({size},)")
+    if lengths.min() < 0 or lengths.max() > max_length:
+        raise ValueError(f"lengths of episodes are from 0 to {max_length}, not {lengths.min()} to {lengths.max()}")
+    for name, values in data.items():
+        expected = (len(values), filled, *values.shape[2:])
+        found = state["episodes"][name]
+        if found.shape != expected or found.dtype != values.dtype:
+            raise ValueError(
+                f"the buffer's {name} is {found.dtype} {tuple(found.shape)}, not {values.dtype} {expected}"
+            )
+
+
+def say(line):
+    """Prints a line; where it cannot be written, the run goes on."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
 def write_json(content, path):
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(content, indent=1))
-    os.replace(temporary, path)
+    """Whether it was written."""
+    try:
+        files.write_text(path, json.dumps(content, indent=1))
+        return True
+    except OSError as error:
+        print(f"warning: {files.reason(error)}: {path} was not written", file=sys.stderr)
+        return False

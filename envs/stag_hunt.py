@@ -16,14 +16,17 @@ from envs.vector import draw, scalar
 
 UP, DOWN, LEFT, RIGHT, STAY, HUNT_STAG, HUNT_HARE = range(7)
 ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
-POLICIES = ("NS", "NH", "RAND")
-NS, NH, RAND = range(len(POLICIES))  # to the nearest stag, to the nearest hare, anything that is allowed
+POLICIES = ("NS", "NH", "RAND", "SWITCH", "FOLLOW")
+NS, NH, RAND, SWITCH, FOLLOW = range(len(POLICIES))  # to the nearest stag, to the nearest hare, anything that is
+# allowed, now a stag and now a hare, a stag if another goes for it
+PATIENCE = 8  # steps for which FOLLOW waits for another
+SHORTEST, LONGEST = 3, 8  # steps for which SWITCH keeps its mind
 GONE = -1
 LEAST, MOST = 1e-6, 1_000_000  # of rewards, strengths and limits: float32 has room for their products
 MOST_HUNTERS = 64
 FREE, OBSTACLE = range(2)
 DRAWS, TRIES = 16, 64  # of a whole map, and of a piece on it; a piece that finds no place by then is left out
-FOR_PIECE, FOR_HUNTER, FOR_PREY, FOR_ACTION = range(4)  # what a random number is for
+FOR_PIECE, FOR_HUNTER, FOR_PREY, FOR_ACTION, FOR_MIND = range(5)  # what a random number is for
 IDS = {"stag_hunt": (8, 8, 4, 1, 5), "stag_hunt_4x4": (4, 4, 4, 1, 0)}  # height, width, hares, stags, obstacle pieces
 PATTERN = re.compile(r"stag_hunt_(\d+)x(\d+)_(\d+)h(\d+)s")
 
@@ -31,9 +34,10 @@ Rule = namedtuple(
     "Rule", (*RULE, "stags", "prey", "height", "width", "pieces", "prosocial", "radius", "stag_worth", "hare_worth")
 )
 Hunt = namedtuple(
-    "Hunt", (*TENSORS, "hunter", "target", "prey", "ground", "last", "earned", "strength", "away", "queue")
+    "Hunt", (*TENSORS, "hunter", "target", "prey", "ground", "last", "earned", "joins", "strength", "away", "queue")
 )
-# hunter, prey: their cells; target: a hunter's after this step; last: actions; away, queue: room to search in
+# hunter, prey: their cells; target: a hunter's after this step; last: actions; joins: whether another has stood on a
+# stag's cell; away, queue: room to search in
 
 
 # ---- where things are ----
@@ -76,6 +80,15 @@ def stag_at(m, cell, rule, game):
 @scalar
 def hare_at(m, cell, rule, game):
     return prey_at(m, cell, rule.stags, rule.prey, game)
+
+
+@scalar
+def others_on_stags(m, a, rule, game):
+    """Whether another hunter stands on a stag's cell."""
+    for b in range(rule.agents):
+        if b != a and game.hunter[m, b] != GONE and stag_at(m, game.hunter[m, b], rule, game):
+            return True
+    return False
 
 
 @scalar
@@ -137,6 +150,7 @@ def step_one(m, rule, game):
         if rule.prosocial:
             game.reward[m, a] = team / np.float32(rule.agents)
         game.earned[m, a] += game.reward[m, a]
+        game.joins[m, a] = game.joins[m, a] == 1 or others_on_stags(m, a, rule, game)
     return left == rule.agents, rule.stags > 0 and stags == 0
 
 
@@ -250,7 +264,7 @@ def reset_one(m, rule, game):
         game.prey[m, p] = free_cell(m, draw(key, episode, p, FOR_PREY), True, rule, game)
     for a in range(rule.agents):
         game.hunter[m, a] = free_cell(m, draw(key, episode, a, FOR_HUNTER), False, rule, game)
-        game.last[m, a], game.earned[m, a] = -1, 0
+        game.last[m, a], game.earned[m, a], game.joins[m, a] = -1, 0, 0
 
 
 # ---- what the hunters see ----
@@ -351,6 +365,14 @@ def act_one(m, a, policy, rule, game):
                     count, place = count + 1, place - 1
         return chosen
     wanted = HUNT_STAG if policy == NS else HUNT_HARE
+    if policy == SWITCH:
+        mind = draw(game.match[m, KEY], game.match[m, EPISODE], a, FOR_MIND)
+        period = SHORTEST + mind // 2 % (LONGEST - SHORTEST + 1)
+        wanted = HUNT_STAG if (mind + game.match[m, STEP] // period) % 2 == 0 else HUNT_HARE
+    if policy == FOLLOW and (game.joins[m, a] == 1 or others_on_stags(m, a, rule, game)):
+        wanted = HUNT_STAG
+    elif policy == FOLLOW and game.match[m, STEP] < PATIENCE:
+        return STAY
     return wanted if game.avail[m, a, wanted] else step_towards(m, a, wanted, number, rule, game)
 
 
@@ -358,6 +380,7 @@ class StagHunt(Batch):
     """Hunts on one size of grid. docs/stag_hunt.md describes the rules and the options; envs.make builds one."""
 
     policies = POLICIES
+    default_others = ("NS", "NH", "RAND")
     ego_first = True
     hit_distance = 0.5  # cells: a predicted place is right if it is the very one
 
@@ -402,7 +425,7 @@ class StagHunt(Batch):
             autoreset, check,
             {"hunter": (whole, (num_envs, agents)), "prey": (whole, (num_envs, stags + hares)),
              "ground": (torch.int8, (num_envs, cells)), "last": (whole, (num_envs, agents)),
-             "earned": (torch.float32, (num_envs, agents))},
+             "earned": (torch.float32, (num_envs, agents)), "joins": (torch.int8, (num_envs, agents))},
         )  # fmt: skip
         room = {
             "target": torch.zeros((num_envs, agents), dtype=whole),

@@ -5,6 +5,7 @@ docs/starcraft2.md says how to install it, what is different from the battles, a
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import pickle
 import platform
@@ -27,10 +28,12 @@ from envs import paths, starcraft2_worker
 from envs.batch import EPISODE, FINAL, FROZEN, KEY, OVER, PLAY, RESTART, RUNNING, STAGE, STEP, Batch
 from envs.battle_data import MAPS, TERRAINS
 from envs.battle_setup import build_units, resize
+from envs.episodes import GameFailed
 
 NO_OP, STOP, ATTACK = 0, 1, 6
 SIGHT = 9.0
-ATTEMPTS = 3  # to start a game before giving up
+MAX_FAILURES = 5  # of a game in a row, without a match played to its end, before giving up
+SECONDS_BETWEEN_CHECKS = 0.2  # whether to go on waiting for a game
 X, Y, RADIUS, HEALTH, MAX_HEALTH = range(5)  # of the columns starcraft2_worker.UNIT
 DIFFICULTIES = tuple("123456789A")
 
@@ -120,12 +123,9 @@ class Process:
             pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
 
-    def answer(self, deadline):
-        try:
-            reply = self._replies.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            self.end(deadline)
-            raise GameLost("it did not answer in time") from None
+    def answer(self, deadline, while_waiting=None):
+        """The reply to what was asked; `while_waiting` is called again and again until then, and may raise."""
+        reply = self._wait(deadline, while_waiting)
         if reply is None:
             self._replies.put(None)
             raise GameLost("its process died")
@@ -133,6 +133,19 @@ class Process:
         if not fine:
             raise GameLost(result.splitlines()[0])
         return result
+
+    def _wait(self, deadline, while_waiting):
+        while True:
+            if while_waiting is not None:
+                while_waiting()
+            seconds_left = deadline - time.monotonic()
+            try:
+                # a few moments at a time: on Windows Ctrl-C is noticed only between them
+                return self._replies.get(timeout=min(max(0.0, seconds_left), SECONDS_BETWEEN_CHECKS))
+            except queue.Empty:
+                if seconds_left <= SECONDS_BETWEEN_CHECKS:
+                    self.end(deadline)
+                    raise GameLost("it did not answer in time") from None
 
     def hang_up(self):
         with contextlib.suppress(OSError):
@@ -154,7 +167,8 @@ class Process:
             # before wait(): until then nobody else can have this number
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the system has not ended it yet, but will
+            self._process.wait(starcraft2_worker.SECONDS_TO_CLOSE)
 
 
 def _collect(pipe, replies):
@@ -216,6 +230,8 @@ class StarCraft2(Batch):
             raise ValueError(f"{name}: {error}") from None
 
         self.step_timeout, self.reset_timeout, self.restarts = step_timeout, reset_timeout, 0
+        self.while_waiting = None  # called again and again while a game is waited for; it may raise
+        self._failures = [0] * num_envs  # of each game since the last match that it played to its end
         self.unit_kinds, self.n_enemies = kinds, len(kinds) - agents
         self._new_game = lambda: Process(folder, {"map_name": map_name, **smac})
         self._games = []
@@ -227,6 +243,9 @@ class StarCraft2(Batch):
         except GameLost as loss:
             self.close()
             raise ValueError(f"{name}: smac does not start ({loss}); to install it anew: {INSTALL}") from None
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
         names = [f"{kind}_{a}" for a, kind in enumerate(kinds[:agents])]
         super().__init__(name, num_envs, device, seed, names, sizes, autoreset, check, {})
         self._outputs["avail"][:, :, NO_OP] = True
@@ -318,6 +337,8 @@ class StarCraft2(Batch):
             if reply is not None:
                 result, look = reply
                 self._show(host, m, look)
+                if result[1] or result[2]:
+                    self._failures[m] = 0
             host.reward[m], host.terminated[m], host.truncated[m], host.won[m] = result
             host.invalid[m] = reply is None
             host.match[m, STEP] += 1
@@ -338,18 +359,15 @@ class StarCraft2(Batch):
         host.match[matches, EPISODE] += 1
         host.match[matches, STEP] = 0
         host.match[matches, STAGE] = RUNNING
-        for attempt in range(ATTEMPTS):
+        for attempt in itertools.count():  # up to MAX_FAILURES in a row
             seeds = {m: int(host.match[m, KEY] + host.match[m, EPISODE] + attempt) % (1 << 32) for m in matches}
             replies = self._ask({m: ("reset", seeds[m], m in seeded) for m in matches}, self.reset_timeout)
             for m, look in replies.items():
                 if look is not None:
                     self._show(host, m, look)
             matches = [m for m, look in replies.items() if look is None]
-        if matches:
-            raise RuntimeError(
-                f"{self.name}: game {matches[0]} did not start in {ATTEMPTS} attempts: {self._reason}. "
-                "To try it by itself: python -m smac.examples.random_agents"
-            )
+            if not matches:
+                return
 
     def _ask(self, requests, timeout):
         """The games' answers by match; None where the game failed, and another has been put in its place."""
@@ -359,14 +377,25 @@ class StarCraft2(Batch):
         answers = {}
         for m in requests:
             try:
-                answers[m] = self._games[m].answer(deadline)
+                answers[m] = self._games[m].answer(deadline, self.while_waiting)
             except GameLost as loss:
-                answers[m], self._reason = None, loss
-                warnings.warn(f"{self.name}: game {m} is restarted: {loss}", RuntimeWarning, stacklevel=5)
-                self._games[m].end(deadline=0.0)
-                self._games[m] = self._new_game()
-                self.restarts += 1
+                answers[m] = None
+                self._replace(m, loss)
         return answers
+
+    def _replace(self, m, loss):
+        """Puts a new game in the place of one that failed, unless it has failed too often."""
+        self._failures[m] += 1
+        if self._failures[m] == MAX_FAILURES:
+            raise GameFailed(
+                f"{self.name}: game {m} failed {MAX_FAILURES} times in a row without finishing a match "
+                f"(the last time: {loss}). To try it by itself: python -m smac.examples.random_agents"
+            )
+        self.restarts += 1
+        message = f"{self.name}: game {m} is restarted (restart {self.restarts}): {loss}"
+        warnings.warn(message, RuntimeWarning, stacklevel=6)
+        self._games[m].end(deadline=0.0)
+        self._games[m] = self._new_game()
 
     def _show(self, host, m, look):
         obs, state, avail, self._units[m], self._map_size = look

@@ -17,7 +17,7 @@ import naive_om_iql
 import omg_iql
 import qmix
 import vdn
-from envs import checkpoints
+from envs import checkpoints, runs
 
 # TensorBoard reads the logs of a second in the order of their names, which end in a number that counts the writers of a
 # process: 10 would come before 9. Runs of their own have a process each; those of the tests share one.
@@ -55,12 +55,12 @@ def train(name, folder, **options):
 
 def run_script(words):
     """The same, with the words of its command line."""
-    argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    argv, hook, handlers = sys.argv, sys.excepthook, {number: signal.getsignal(number) for number in runs.SIGNALS}
     sys.argv = words
     try:
         return runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
-        sys.argv = argv
+        sys.argv, sys.excepthook = argv, hook
         torch.set_deterministic_debug_mode("default")
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -71,6 +71,11 @@ def stopped(name, folder, **options):
     with pytest.raises(SystemExit, match=r"stopped at step [\d,]+; continue with --resume ") as stop:
         train(name, folder, **{"time_limit": 1e-9, **options})
     return Path(str(stop.value).split("--resume ")[1])
+
+
+def resume_file(folder):
+    """What a stopped run continues with, beside its checkpoint."""
+    return folder / checkpoints.read_run(folder)["resume"]
 
 
 def read_log(folder):
@@ -93,6 +98,8 @@ def write_run(folder, name, env, seed=0, scale=3, **options):
     content["networks"] = {
         key: {k: scale * weights for k, weights in network.state_dict().items()} for key, network in networks.items()
     }
+    content |= {"optimizer": {}, "updates": 0, "resume": None}
+    content["progress"] = {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": True, "next_eval": 1}
     folder.mkdir(parents=True)
     torch.save(content, folder / "checkpoint.pt")
     return folder
@@ -105,6 +112,7 @@ class TinyGame:
     """
 
     name, n_agents, n_actions, policies, team_reward, simulated = "tiny", 2, 2, (), True, True
+    encounters, leaving_ends, zero_sum, sides, default_others = 1, False, False, None, ()
     device = torch.device("cpu")
 
     def __init__(self, payoff, following, num_envs):
@@ -121,6 +129,7 @@ class TinyGame:
             "alive": torch.ones(num_envs, 2, dtype=torch.bool),
             "won": yes.clone(),
             "invalid": yes.clone(),
+            "encounter": torch.zeros(num_envs, dtype=torch.long),
         }
 
     def look(self):

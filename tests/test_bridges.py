@@ -19,7 +19,8 @@ from envs.gym import OneLearner, OneLearnerVector
 from envs.pettingzoo import parallel_env
 
 NO_OP, STOP, EAST = 0, 1, 4
-NAMES = ["3m", "2s3z", "MMM", "stag_hunt", "stag_hunt_4x4"]
+NOBODY_LEAVES = ["kuhn", "matrix_ipd", "coin_game", "snowdrift_4x4"]
+NAMES = ["3m", "2s3z", "MMM", "stag_hunt", "stag_hunt_4x4", *NOBODY_LEAVES]
 SHORT = dataclasses.replace(MAPS["3m"], limit=3)
 
 
@@ -94,7 +95,7 @@ def test_pettingzoo_plays_what_the_batch_plays(name):
         assert terminated or truncated
         for observations, before, state, true_state in kept:
             assert pickle.dumps(observations) == before and np.array_equal(state, true_state)
-    assert left_early, "somebody died while the others played on"
+    assert left_early or name in NOBODY_LEAVES, "somebody died while the others played on"
 
 
 def test_pettingzoo_time_limit_truncates():
@@ -172,7 +173,7 @@ def test_gymnasium_check(name, seat, render_mode):
         check_env(gymnasium.make(f"omg/{name}-v0", seat=seat, render_mode=render_mode).unwrapped)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "matrix_ipd"])  # most strategies draw nothing
 def test_same_seed_same_episodes(name):
     first, second = (gymnasium.make(f"omg/{name}-v0", seat="random") for _ in range(2))
     played = [episode(first, seed=4), episode(first), episode(first)]

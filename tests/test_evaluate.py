@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -331,6 +332,22 @@ def test_files_and_table_have_the_same_numbers(runs, tmp_path, capsys):
             assert min(image.size) > 100
 
 
+def test_files_are_moved_into_place(runs, tmp_path, monkeypatch):
+    """results.json is the last of them: it says that all are there."""
+    names, replace = [], os.replace
+
+    def note(source, target):
+        if Path(target).parent == tmp_path / "out":  # Numba's cache has files of its own
+            names.append(Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", note)
+    args = arguments(tmp_path, ["nearest"], ["kite"], env_id="3m", episodes=3, video=True)
+    evaluate.main(args)
+    assert sorted(names) == sorted(os.listdir(args.out)) == ["heatmap.png", "match.gif", "results.csv", "results.json"]
+    assert names[-1] == "results.json"
+
+
 def test_the_same_command_finds_the_same(runs, tmp_path):
     found = [rows_of(arguments(tmp_path, [runs["iql"]], ["nearest", runs["vdn"]])) for _ in range(2)]
     assert found[0] == found[1]
@@ -393,6 +410,24 @@ def test_the_real_game(tmp_path, real_game):
 
 
 # ---- what is rejected ----
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"exp_name": "a/../../../b"}, {"exp_name": "/a"}, {"exp_name": "a/b"}, {"exp_name": ".."}, {"exp_name": 3},
+        {"exp_name": "--run-root=."}, {"hidden_dim": ["16", "--run-root", "."]}, {"optimizer": "--run-root=."},
+    ],
+)  # fmt: skip
+def test_arguments_of_a_run_do_not_lead_out_of_the_folder(runs, changes, tmp_path):
+    ego = tmp_path / "ego"
+    saved = torch.load(Path(runs["iql"]) / "checkpoint.pt", weights_only=True)
+    saved["args"] |= changes
+    ego.mkdir()
+    torch.save(saved, ego / "checkpoint.pt")
+    with pytest.raises(ValueError, match=f"ego.*{next(iter(changes))} is ") as error:
+        evaluate.main(arguments(tmp_path, [str(ego)], ["kite"], adapt=10))
+    assert "\n" not in str(error.value) and os.listdir(tmp_path) == ["ego"], "nothing is written anywhere"
+
+
 @pytest.mark.parametrize(
     ("ego", "others", "options", "message"),
     [

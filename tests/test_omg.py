@@ -20,7 +20,7 @@ import envs
 import omg_iql
 import pretrain_cvae
 from envs import checkpoints
-from envs.episodes import Graphed, SideStream, load_runner
+from envs.episodes import EpisodeRunner, Graphed, SideStream, load_runner
 from envs.metrics import hit_ratio, linear_probe, q_sensitivity
 from envs.team import Team
 
@@ -69,8 +69,20 @@ class RecordedRunner:
         self.episodes = {name: values for name, values in batch.items() if name != "lengths"}
         self.lengths = batch["lengths"]
 
+    collect = EpisodeRunner.collect
+
     def play(self, epsilon=0.0):
         return None, self.lengths, None, torch.ones(len(self.lengths), dtype=torch.bool)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def pretrain(learner, runner, **options):
+    return pretrain_cvae.Pretraining(learner.args, learner.model, runner, **options).run(NO_LOG)
 
 
 @pytest.mark.usefixtures("samples_are_means")
@@ -84,7 +96,7 @@ def test_errors_of_pretraining_equal_plain_loops(subgoal_input):
     for name in ("obs", "state"):
         for m, length in enumerate(reference.LENGTHS):
             batch[name][length + 1 :, m] = torch.nan
-    errors = pretrain_cvae.pretrain(learner.args, learner.model, RecordedRunner(batch), NO_LOG)
+    errors = pretrain(learner, RecordedRunner(batch))
     for m, length in enumerate(reference.LENGTHS):
         for place in range(2):
             states = data["obs"][:, m, place] if subgoal_input == "obs" else data["state"][:, m]
@@ -108,14 +120,10 @@ def test_pretraining_trains_both_networks_and_freezes_the_vae(warm_up):
     env = env_spec()
     learner = make_learner(env, pretrain_timesteps=1, pretrain_updates=1, batch_size=4, model_learning_rate=5e-3)
     runner = RecordedRunner(random_batch(env, deaths=()))
-
-    def pretrain():
-        return pretrain_cvae.pretrain(learner.args, learner.model, runner, NO_LOG, warm_up)
-
-    first = pretrain()
+    first = pretrain(learner, runner, warm_up=warm_up)
     before = learner.model.rnn.weight_hh_l0.detach().clone()
     learner.args.pretrain_updates = 100
-    second = pretrain()
+    second = pretrain(learner, runner, warm_up=warm_up)
     assert second["recon"] < 0.5 * first["recon"]
     if warm_up:
         assert second["inference"] < 0.5 * first["inference"]
@@ -130,16 +138,27 @@ def test_pretraining_is_measured_on_episodes_that_it_does_not_learn_from(monkeyp
             self.episodes["obs"] += 1000
             return super().play(epsilon)
 
-    env, vae_states, cvae_rounds = env_spec(), [], []
-    learner = make_learner(env, pretrain_timesteps=3 * sum(reference.LENGTHS))
+    env, vae_states, cvae_rounds = env_spec(), [], set()
+    learner = make_learner(env, pretrain_timesteps=3 * sum(reference.LENGTHS), pretrain_updates=10)
+    update_vae, update_cvae = pretrain_cvae.Pretraining.update_vae, pretrain_cvae.Pretraining.update_cvae
     monkeypatch.setattr(
-        pretrain_cvae, "train_vae", lambda args, vae, *states_and_log: vae_states.extend(states_and_log)
+        pretrain_cvae.Pretraining,
+        "update_vae",
+        lambda self, states, held_out, log: (
+            vae_states.append((states, held_out)) or update_vae(self, states, held_out, log)
+        ),
     )
-    monkeypatch.setattr(pretrain_cvae, "train_cvae", lambda args, model, rounds: cvae_rounds.extend(rounds))
-    pretrain_cvae.pretrain(learner.args, learner.model, Rounds(random_batch(env)), NO_LOG)
-    states, held_out, _ = vae_states
+    monkeypatch.setattr(
+        pretrain_cvae.Pretraining,
+        "update_cvae",
+        lambda self, episodes: (
+            cvae_rounds.add(round(float(episodes["obs"].mean()) / 1000)) or update_cvae(self, episodes)
+        ),
+    )
+    pretrain(learner, Rounds(random_batch(env)))
+    states, held_out = vae_states[0]
     assert states.min() < 1500 < 1900 < states.max() < 2500 < held_out.min()
-    assert [round(float(episodes["obs"].mean()) / 1000) for episodes in cvae_rounds] == [1, 2]
+    assert len(vae_states) == 10 and cvae_rounds == {1, 2}
 
 
 # ---- the selection of subgoals ----
@@ -536,7 +555,7 @@ def test_a_run_loads_exactly_what_pretraining_saved(pretrained, tmp_path, capsys
     file = pretrained() / "vae.pt"
     expected = checkpoints.read(file)["networks"]["model"]
     with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:  # stops when it is about to play
-        patch.setattr("envs.runs.Run.in_progress", lambda run: run.save() or sys.exit())
+        patch.setattr("envs.runs.Run.in_progress", lambda run: (run.save(), sys.exit()))
         train("omg_iql", tmp_path / "start", vae=file, **HUNT)
     (folder,) = (tmp_path / "start").iterdir()
     assert_same_weights(model_of(folder), expected)
@@ -574,7 +593,7 @@ def test_pretraining_of_states_and_features_without_the_cvae(tmp_path):
 )
 def test_a_file_for_something_else_is_rejected(pretrained, options, message, tmp_path):
     file = pretrained() / "vae.pt"
-    with pytest.raises(SystemExit, match=f"--vae .*vae.pt is for .*{message}"):
+    with pytest.raises(SystemExit, match=f"--vae .*vae.pt: it is for .*{message}"):
         train("omg_iql", tmp_path / "runs", vae=file, **HUNT | options)
     assert not (tmp_path / "runs").exists()
 
@@ -585,15 +604,15 @@ def test_a_file_is_for_a_map_real_or_simulated(tmp_path):
     args = learner.args
     args.vae = tmp_path / "vae.pt"
     with pytest.raises(SystemExit, match="no such file"):
-        pretrain_cvae.load_vae(args, simulation, learner.model)
+        omg_iql.load_vae(args, simulation, learner.model)
     networks = {"model": other.model.state_dict()}
-    torch.save({"requirements": pretrain_cvae.requirements(args, simulation), "networks": networks}, args.vae)
-    pretrain_cvae.load_vae(args, env_spec(name="sc2/3m"), learner.model)
+    torch.save({"requirements": omg_iql.requirements(args, simulation), "networks": networks}, args.vae)
+    omg_iql.load_vae(args, env_spec(name="sc2/3m"), learner.model)
     assert_same_weights(learner.model.state_dict(), networks["model"])
     assert not any(weights.requires_grad for weights in learner.model.vae.parameters())
     for change in ({"name": "8m"}, {"obs_dim": 9}):  # another map of the same sizes, other sizes of the same map
         with pytest.raises(SystemExit, match=r"is for .*, not for "):
-            pretrain_cvae.load_vae(args, env_spec(**{"name": "3m", **change}), learner.model)
+            omg_iql.load_vae(args, env_spec(**{"name": "3m", **change}), learner.model)
 
 
 @pytest.mark.parametrize("team", ["self", "4omg"])
@@ -607,20 +626,34 @@ def test_pretraining_needs_a_script(tmp_path):
         train("pretrain_cvae", tmp_path, script="missing")
 
 
-def test_a_signal_in_pretraining_stops_the_run_with_what_was_pretrained(tmp_path, monkeypatch, capsys):
-    options = {"env_id": "stag_hunt_4x4", "latent_dim": 8, "total_timesteps": 200}
+@pytest.mark.parametrize("update", [1, 7, 20, 22, 24])
+def test_a_run_stopped_in_pretraining_goes_on_there(update, tmp_path, monkeypatch):
+    """20 updates of the VAE and 4 of the CVAE; the result is that of a run that was not stopped."""
+    options = {"env_id": "stag_hunt_4x4", "latent_dim": 8, "total_timesteps": 200, "pretrain_updates": 20}
     expected = train("omg_iql", tmp_path / "whole", **options)["run"].folder
-    train_vae = pretrain_cvae.train_vae
+    step, updates = pretrain_cvae.Pretraining.step, []
+
+    def counted_step(self, optimizer, loss):
+        step(self, optimizer, loss)
+        updates.append(self.progress["update"])
+        if len(updates) == update:
+            signal.raise_signal(signal.SIGINT)
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            pretrain_cvae, "train_vae", lambda *values: signal.raise_signal(signal.SIGINT) or train_vae(*values)
-        )
+        patch.setattr(pretrain_cvae.Pretraining, "step", counted_step)
         folder = stopped("omg_iql", tmp_path / "stopped", time_limit=1e6, **options)
-    assert checkpoints.read_run(folder)["progress"]["steps"] == 0
-    capsys.readouterr()
-    train("omg_iql", tmp_path / "stopped", resume=folder, **options)
-    assert "Pre-training" not in capsys.readouterr().out
+        saved = checkpoints.read_run(folder)
+        assert saved["progress"]["steps"] == 0 and len(updates) == update
+        train("omg_iql", tmp_path / "stopped", resume=folder, **options)
+    assert updates == list(range(1, 25))
     assert_same_weights(model_of(folder), model_of(expected))
+
+
+def test_the_time_limit_ends_pretraining_too(tmp_path):
+    options = {"env_id": "stag_hunt_4x4", "latent_dim": 8, "pretrain_updates": 10**6}
+    folder = stopped("omg_iql", tmp_path, time_limit=1e-6, **options)
+    resume = checkpoints.read(folder / checkpoints.read_run(folder)["resume"])
+    assert resume["steps"] == 0 and resume["pretraining"]["update"] == 1  # at least one: it gets on
 
 
 # ---- a modified copy ----

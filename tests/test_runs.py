@@ -1,14 +1,14 @@
 """Runs of the training scripts and envs/runs.py: what they write, how they stop and resume, and what they reject."""
 
 import contextlib
-import errno
 import importlib.util
 import itertools
 import json
 import os
-import pickle
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,16 +17,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 import tyro
 from PIL import Image
-from scripts import ROOT, SCRIPTS, TEAM_SCRIPTS, command_line, read_log, stopped, train
+from scripts import ROOT, SCRIPTS, TEAM_SCRIPTS, command_line, read_log, resume_file, stopped, train
 
 import envs
 import iql
-import pretrain_cvae
-from envs import checkpoints, runs
+from envs import checkpoints, files, runs
 from envs.battle import Battle
 from envs.checkpoints import read
 from envs.episodes import load_runner
@@ -76,8 +76,8 @@ def assert_same_run(folder, other):
     assert curves(folder) == curves(other)
 
 
-def files(folder):
-    return sorted(file.name.split(".")[0] for file in folder.iterdir())
+def files_in(folder):
+    return sorted(re.split(r"[.-]", file.name)[0] for file in folder.iterdir() if not file.name.startswith("."))
 
 
 # ---- complete runs ----
@@ -218,7 +218,7 @@ def test_a_run_stopped_after_every_round_equals_one_that_was_not(complete_run, n
         assert read(folder / "checkpoint.pt")["progress"]["steps"] > steps > 0  # each session plays a round
     assert sessions > 2
     assert_same_run(complete_run(name, env_id)["run"].folder, folder)
-    assert files(folder) == ["checkpoint", *["events"] * sessions, "results"]
+    assert files_in(folder) == ["checkpoint", *["events"] * sessions, "results"]
 
 
 def test_another_seed_is_another_run(complete_run, tmp_path):
@@ -276,25 +276,25 @@ def test_a_signal_from_outside(tmp_path, monkeypatch):
             assert process.poll() is None
         process.terminate()
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "continue with --resume" in errors
+    assert process.returncode == 143 and "continue with --resume" in errors
     (folder,) = tmp_path.iterdir()
-    assert files(folder) == ["checkpoint", "events", "resume"]
+    assert files_in(folder) == ["checkpoint", "events", "resume"]
     assert parse(monkeypatch, "iql", "--resume", folder).total_timesteps == 10**9
 
 
 def test_a_run_saved_without_its_buffer_resumes_with_an_empty_one(tmp_path, capsys):
     options = {"save_buffer": False, "buffer_size": 64, "batch_size": 4}
     folder = stopped("iql", tmp_path, **options)
-    assert not {"episodes", "lengths"} & read(folder / "resume.pt")["buffer"].keys()
+    assert not {"episodes", "lengths"} & read(resume_file(folder))["buffer"].keys()
     before = read(folder / "checkpoint.pt")["progress"]["episodes"]
     names = train("iql", tmp_path, resume=folder, **options)
     assert "saved without its buffer: going on with an empty one" in capsys.readouterr().out
     assert len(names["buffer"]) == names["run"].progress["episodes"] - before
 
 
-def test_a_run_without_resume_pt_resumes_with_new_matches(tmp_path, capsys):
+def test_a_run_without_its_resume_file_resumes_with_new_matches(tmp_path, capsys):
     folder = stopped("iql", tmp_path)
-    (folder / "resume.pt").unlink()
+    resume_file(folder).unlink()
     train("iql", tmp_path, resume=folder)
     assert "going on with new matches and an empty buffer" in capsys.readouterr().out
 
@@ -379,78 +379,190 @@ def test_networks_that_do_not_fit_are_rejected(complete_run, tmp_path):
 
 
 # ---- saving ----
-TORCH_SAVE = torch.save
-
-
 class Killed(BaseException):
     """What a process that is killed does not get to handle."""
 
 
-def save_half(content, path):
-    """What is on the disk when a save was interrupted."""
-    TORCH_SAVE(content, path)
-    whole = Path(path).read_bytes()
-    Path(path).write_bytes(whole[: len(whole) // 2])
+@pytest.mark.parametrize("file", ["resume", "checkpoint"])
+@pytest.mark.parametrize("moment", ["half of it is written", "before it is renamed", "after it is renamed"])
+def test_killed_during_a_save(complete_run, file, moment, tmp_path, monkeypatch):
+    """Whenever it is killed, the run goes on exactly: the old pair of files is valid, or the new one."""
+    paths = []
 
-
-@pytest.mark.parametrize("moment", ["half of checkpoint.pt", "half of resume.pt", "before checkpoint.pt is renamed"])
-def test_killed_during_a_save(complete_run, moment, tmp_path, monkeypatch, capsys):
-    """The files of the save before are still valid."""
-    calls, last = [], 4 if "resume" in moment else 3  # a save writes two files
-
-    def interrupted_save(content, path):
-        calls.append(path)
-        if len(calls) == last and "half" in moment:
-            save_half(content, path)
+    def interrupted_write(path, save, write=files.write):
+        if path.name.startswith(file):
+            paths.append(path)
+        if len(paths) == 2 and path == paths[-1]:  # the second save
+            if moment == "after it is renamed":
+                write(path, save)
+            else:
+                with open(path.with_name(f".{path.name}.1.part"), "wb") as part:
+                    save(part)
+                    if "half" in moment:
+                        part.truncate(part.tell() // 2)
             raise Killed
-        TORCH_SAVE(content, path)
-
-    def interrupted_replace(*names, replace=os.replace):
-        if len(calls) == last:
-            raise Killed
-        replace(*names)
+        write(path, save)
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", interrupted_save)
-        patched.setattr(os, "replace", interrupted_replace)
+        patched.setattr(files, "write", interrupted_write)
         with pytest.raises(Killed):
             train("iql", tmp_path, checkpoint_interval=0)
-    folder = calls[0].parent
-    steps = [read(folder / "checkpoint.pt")["progress"]["steps"], read(folder / "resume.pt")["steps"]]
-    assert (steps[0] == steps[1]) == ("resume" not in moment)
+    folder = paths[0].parent
+    assert resume_file(folder).exists()
     train("iql", tmp_path, resume=folder)
-    new_matches = "going on with new matches and an empty buffer" in capsys.readouterr().out
-    assert new_matches == ("resume" in moment)
-    if not new_matches:  # the resumed log overrides what was logged after the checkpoint
-        assert_same_run(complete_run("iql")["run"].folder, folder)
+    assert_same_run(complete_run("iql")["run"].folder, folder)
+    assert not list(folder.glob("resume*"))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("failed to write")])
-def test_a_full_disk_is_a_warning(error, tmp_path, monkeypatch, capsys):
-    def full(content, path):
-        save_half(content, path)
-        raise error
+@posix
+@pytest.mark.slow
+def test_killed_from_outside_in_saves(complete_run, tmp_path):
+    """Ten kills at random moments of runs that do little else than save."""
+    expected = outcome(complete_run("iql")["run"].folder)
+    words = command_line("iql", tmp_path, {"checkpoint_interval": 0})
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    rng, resume, kills = np.random.default_rng(0), [], 0
+    for _ in range(60):
+        process = subprocess.Popen(
+            [sys.executable, *words, *resume], env=variables, cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+        while not list(tmp_path.glob("*/.*.part")) and process.poll() is None:  # a file is being written
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0, 0.02))
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+        if list(tmp_path.glob("*/checkpoint.pt")):
+            (folder,) = tmp_path.iterdir()
+            resume = ["--resume", str(folder)]
+            saved = read(folder / "checkpoint.pt")
+            assert saved["progress"]["complete"] or (folder / saved["resume"]).exists()
+        else:
+            for folder in tmp_path.iterdir():
+                shutil.rmtree(folder)
+        if kills == 10 or (resume and (folder / "results.json").exists()):
+            break
+    assert kills == 10
+    subprocess.run([sys.executable, *words, *resume], env=variables, cwd=ROOT, check=True)
+    assert_equal(expected, outcome(folder))
 
-    monkeypatch.setattr(torch, "save", full)
-    folder = train("iql", tmp_path, checkpoint_interval=0)["run"].folder
+
+@contextlib.contextmanager
+def full_disk(room=0):
+    """No file can become longer than `room` bytes."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [0, 20_000])
+def test_a_full_disk_does_not_end_a_run(room, tmp_path, monkeypatch, capsys):
+    """From its second save on there is no room, until its fourth: it goes on, and saves then."""
+    options = {"total_timesteps": 1500, "checkpoint_interval": 0}
+    expected = outcome(train("iql", tmp_path / "undisturbed", **options)["run"].folder)
+    monkeypatch.setattr(runs, "RETRY", 0)
+    save, saved, disk = runs.Run.save, [], contextlib.ExitStack()
+
+    def save_on_a_full_disk(self):
+        if len(saved) == 1:
+            disk.enter_context(full_disk(room))
+        if len(saved) == 3:
+            disk.close()
+        saved.append(save(self))
+        return saved[-1]
+
+    monkeypatch.setattr(runs.Run, "save", save_on_a_full_disk)
+    with disk:
+        folder = train("iql", tmp_path, **options)["run"].folder
+    assert saved[:4] == [True, False, False, True] and all(saved[3:])
     warnings = capsys.readouterr().err
-    assert f"warning: {folder / 'checkpoint.pt'} was not written" in warnings
-    assert "resume.pt was not written" in warnings
-    assert files(folder) == ["events", "results"]
+    assert "warning: disk full: " in warnings and "was not written; the run goes on" in warnings
+    assert "Traceback" not in warnings and "Exception" not in warnings
+    assert_equal(expected, outcome(folder))
+    assert set(files_in(folder)) == {"checkpoint", "events", "results"}
+    assert read_log(folder)["losses/td_loss"][-1][0] == read(folder / "checkpoint.pt")["progress"]["steps"]
 
 
-def test_if_only_the_last_save_fails_the_one_before_can_be_resumed(complete_run, tmp_path, monkeypatch):
-    def full_at_last(content, path):
-        TORCH_SAVE(content, path)
-        if content.get("progress", {}).get("complete"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_disk_that_stays_full_is_an_error_in_the_end(tmp_path, capsys):
+    with full_disk(), pytest.raises(SystemExit, match="the results could not be written to ") as end:
+        train("iql", tmp_path)
+    assert end.value.code == 1 and "greedy matches won" in capsys.readouterr().out
+    with full_disk(), pytest.raises(SystemExit, match="not saved; no checkpoint was saved before") as end:
+        train("iql", tmp_path, time_limit=1e-9)
+    assert end.value.code == 1
 
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", full_at_last)
-        folder = train("iql", tmp_path, checkpoint_interval=0)["run"].folder
-    assert files(folder) == ["checkpoint", "events", "results", "resume"]
+
+def test_a_run_whose_folder_is_gone_ends(tmp_path, monkeypatch):
+    count = runs.Run.count
+    monkeypatch.setattr(runs.Run, "count", lambda self, *numbers: shutil.rmtree(self.folder) or count(self, *numbers))
+    with pytest.raises(SystemExit, match=r"the run folder .* is gone: nothing can be saved"):
+        train("iql", tmp_path, checkpoint_interval=0)
+
+
+def test_runs_started_at_once_have_folders_of_their_own(tmp_path):
+    args = iql.Args(run_root=str(tmp_path / "runs"))
+    found = [runs.make_folder(args, 1000.0) for _ in range(3)]
+    assert [folder.name for folder in found] == [f"3m__iql__1__1000{suffix}" for suffix in ("", "-2", "-3")]
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "runs", "\0"):
+        with pytest.raises(SystemExit, match=r"--run-root .*: no folder can be made there"):
+            runs.make_folder(iql.Args(run_root=str(root)), 0)
+    with pytest.raises(SystemExit, match=r"no folder can be made there \(File name too long\)") as end:
+        runs.make_folder(iql.Args(run_root=str(tmp_path), exp_name="x" * 300), 0)
+    assert end.value.code == 2
+
+
+def test_a_folder_in_use_is_not_resumed(tmp_path):
+    folder = stopped("iql", tmp_path)
+    assert files.is_locked(folder) is None
+    lock = files.FolderLock(folder)
+    lock.acquire()
+    assert files.is_locked(folder) == f"process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(SystemExit, match=f"is in use by process {os.getpid()} on ") as end:
+        train("iql", tmp_path, resume=folder)
+    assert end.value.code == 2
+    lock.release()
     train("iql", tmp_path, resume=folder)
-    assert_equal(outcome(complete_run("iql")["run"].folder), outcome(folder))
+
+
+# ---- the end of a program ----
+@posix
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGHUP", "EOF"])
+def test_exit_codes(way, tmp_path):
+    """A run that is interrupted, again and again, is saved; so is one whose parent is gone."""
+    words = command_line("iql", tmp_path, {"total_timesteps": 10**9})
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "OMG_STOP_ON_EOF": str(int(way == "EOF")),
+    }
+    process = subprocess.Popen(
+        [sys.executable, *words], env=variables, cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        while "steps/s" not in process.stdout.readline():
+            assert process.poll() is None
+        if way == "EOF":
+            process.stdin.close()
+        while way != "EOF" and process.poll() is None:
+            process.send_signal(getattr(signal, way))
+            time.sleep(0.05)
+        errors = process.stderr.read()
+    assert "continue with --resume" in errors and "Traceback" not in errors
+    assert process.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "EOF": 143}[way]
+
+
+def test_bad_arguments_have_exit_code_2(tmp_path):
+    for options in ({"gamma": 2}, {"env_id": "4m"}, {"team": "9x"}, {"seed": -1}, {"hidden_dim": 10**9}):
+        with pytest.raises(SystemExit) as end:
+            train("iql", tmp_path, **options)
+        assert end.value.code == 2
 
 
 def assert_plain(content):
@@ -463,11 +575,11 @@ def test_a_checkpoint_is_small_and_has_plain_types_only(complete_run, name):
     folder = complete_run(name)["run"].folder
     assert (folder / "checkpoint.pt").stat().st_size < 4e6
     assert_plain(read(folder / "checkpoint.pt"))
-    assert files(folder) == ["checkpoint", "events", "results"]
+    assert files_in(folder) == ["checkpoint", "events", "results"]
 
 
-def test_resume_pt_has_plain_types_only(tmp_path):
-    assert_plain(read(stopped("qmix", tmp_path) / "resume.pt"))
+def test_a_resume_file_has_plain_types_only(tmp_path):
+    assert_plain(read(resume_file(stopped("qmix", tmp_path))))
 
 
 class Malicious:
@@ -481,15 +593,15 @@ class Malicious:
 def test_code_in_a_checkpoint_is_not_run(tmp_path, monkeypatch):
     """In none of the places that read one."""
     trace, env = tmp_path / "trace", envs.make("3m")
-    TORCH_SAVE({"algorithm": "iql", "progress": Malicious(trace)}, tmp_path / "checkpoint.pt")
+    torch.save({"algorithm": "iql", "progress": Malicious(trace)}, tmp_path / "checkpoint.pt")
     for load in (
         lambda: parse(monkeypatch, "iql", "--resume", tmp_path),
         lambda: runs.initialise_from(tmp_path, SimpleNamespace(env=env)),
         lambda: load_runner(tmp_path, env),
         lambda: read_pool([str(tmp_path)], env),
-        lambda: pretrain_cvae.load_vae(SimpleNamespace(vae=tmp_path / "checkpoint.pt"), env, None),
+        lambda: checkpoints.read_networks(tmp_path / "checkpoint.pt", {}),
     ):
-        with pytest.raises(pickle.UnpicklingError):
+        with pytest.raises((ValueError, SystemExit), match="damaged or not a file of this project: Weights only load"):
             load()
     assert not trace.exists()
 
@@ -717,7 +829,7 @@ def test_a_run_does_not_import_torch_compile(name, tmp_path):
 OPTIMIZER_STEPS = """
 import sys
 import torch
-from envs import checkpoints, runs
+from envs import checkpoints, files, runs
 
 if sys.argv[1] == "ours":
     runs._do_not_import_torch_compile()
@@ -785,6 +897,6 @@ def test_random_numbers_depend_on_the_seed_and_the_purpose():
 def test_a_checkpoint_of_before_networks_had_names_is_rejected(tmp_path):
     torch.save({"algorithm": "iql", "env_id": "3m", "online": {}, "target": {}}, tmp_path / "checkpoint.pt")
     with pytest.raises(ValueError, match="another version of this project"):
-        checkpoints.networks_of(tmp_path, checkpoints.read_run(tmp_path))
+        checkpoints.read_run(tmp_path)
     with pytest.raises(SystemExit, match=r"--resume .* another version of this project"):
         train("iql", tmp_path, resume=tmp_path)

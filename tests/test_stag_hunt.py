@@ -14,7 +14,7 @@ import envs
 
 UP, DOWN, LEFT, RIGHT, STAY, STAG, HARE = range(7)
 MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
-NS, NH, RAND = range(3)
+NS, NH, RAND, SWITCH, FOLLOW = range(5)
 COPIES = 8  # of a match placed by hand: the fewest that run on threads, so that only this form is compiled here
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 
@@ -104,7 +104,7 @@ def test_sizes(name, agents, size):
     env = envs.make(name, n_agents=agents)
     assert (env.height, env.width, env.hares, env.stags) == size
     assert env.agents == [f"hunter_{a}" for a in range(agents)]
-    assert (env.n_actions, env.episode_limit, env.policies) == (7, 35, ("NS", "NH", "RAND"))
+    assert (env.n_actions, env.episode_limit, env.policies) == (7, 35, ("NS", "NH", "RAND", "SWITCH", "FOLLOW"))
     assert env.obs_dim == env.height * env.width * (agents + 3) + 7 + 7 * agents
     assert env.state_dim == env.height * env.width * (agents + 3) + 1
 
@@ -722,6 +722,42 @@ def test_random_hunters_take_every_legal_action_alike():
     assert not torch.equal(env.scripted_actions("RAND")[:, 3], actions[:, 3])
 
 
+def test_switching_hunters_change_their_mind_by_a_rule_of_their_own():
+    """Each keeps its mind for 3 to 8 steps, which differs by match and hunter, and both kinds are met at first."""
+    env = envs.make("stag_hunt_8x8_1h1s", num_envs=400, n_agents=2)
+    env.reset()
+    minds = []
+    for _ in range(24):  # the stag in one corner, the hare in the other: the way shows the mind
+        env.set_grid(torch.tensor([[27, 27]] * 400), torch.tensor([[0]] * 400), torch.tensor([[63]] * 400))
+        action = env.scripted_actions("SWITCH").clone()
+        minds.append((action == UP) | (action == LEFT))
+        env.step(torch.full_like(action, STAY))
+    minds = torch.stack(minds)  # (steps, matches, hunters), True for the stag
+    assert 0.4 < minds[0].float().mean() < 0.6
+    periods = (minds != minds[0]).int().argmax(0)  # when each changes first
+    assert set(periods.flatten().tolist()) == {3, 4, 5, 6, 7, 8}
+    assert (periods[:, 0] != periods[:, 1]).any()
+    steps = torch.arange(24).view(-1, 1, 1)
+    assert torch.equal(minds, minds[0] ^ (steps // periods % 2 == 1))
+
+
+def test_followers_hunt_the_stag_once_another_stands_there():
+    roles = torch.tensor([[FOLLOW, FOLLOW]] * COPIES)
+    env = placed("stag_hunt_4x4", [(0, 0), (2, 2)], [(3, 3)], [(0, 1)])
+    for _ in range(8):  # nobody goes for the stag: they wait, then take hares
+        assert (env.scripted_actions(roles) == STAY).all()
+        env.step(env.scripted_actions(roles))
+    assert env.scripted_actions(roles)[0, 0] == RIGHT
+    env = placed("stag_hunt_4x4", [(0, 0), (2, 3)], [(3, 3)], [(0, 1)])
+    act(env, STAY, DOWN)
+    assert env.scripted_actions(roles)[0, 0] in (RIGHT, DOWN) and env.scripted_actions(roles)[0, 1] == STAY
+    act(env, STAY, UP)  # it has been seen, and that is enough
+    for _ in range(6):
+        assert env.scripted_actions(roles)[0, 0] in (RIGHT, DOWN)
+        act(env, env.scripted_actions(roles)[0, 0].item(), STAY)
+    assert spots(env, "hunters")[0] == (3, 3) and env.scripted_actions(roles)[0, 1] == DOWN
+
+
 # ---- bounds, and no seat better than another ----
 def test_nobody_beats_the_bound_and_the_best_reach_it():
     env = placed("stag_hunt_4x4", [(1, 2), (1, 2), (0, 0), (3, 3)], [(1, 2)], [(0, 0), (3, 3)])
@@ -795,7 +831,7 @@ def history():
     env.reset()
     rows = []
     for step in range(12):
-        actions = env.scripted_actions(("NS", "NH", "RAND")[step % 3])
+        actions = env.scripted_actions(env.policies[step % 5])
         tensors = [actions.clone(), *shown(env.step(actions)).values(), *env.snapshot().values()]
         rows.append(np.concatenate([tensor.double().flatten().numpy() for tensor in tensors]))
     return np.stack(rows)
@@ -819,7 +855,7 @@ def test_cuda_plays_what_the_cpu_plays(name):
         envs.make(name, num_envs=1000, seed=8, limit=12, autoreset=True, device=device, check=False)
         for device in ("cpu", "cuda")
     )
-    policy = torch.randint(3, (1000, 4), generator=torch.Generator().manual_seed(0))
+    policy = torch.randint(5, (1000, 4), generator=torch.Generator().manual_seed(0))
     first = [shown(env.reset()) for env in (cpu, gpu)]
     assert_same(first[0], {key: tensor.cpu() for key, tensor in first[1].items()})
     for _ in range(30):

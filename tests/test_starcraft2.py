@@ -1,9 +1,18 @@
-"""The real game's side of the interface, played against a stand-in for smac (tests/fake_smac)."""
+"""The real game's side of the interface, played against a stand-in for smac (tests/fake_smac).
 
+Where SMAC is installed, it is also played with SMAC itself and a stand-in for StarCraft II (tests/fake_sc2.py).
+"""
+
+import dataclasses
 import gc
+import importlib.util
+import json
 import os
 import platform
+import re
+import shlex
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -13,8 +22,10 @@ import pytest
 import torch
 
 import envs
-from envs import starcraft2
-from envs.battle_data import MAPS
+from envs import episodes, starcraft2, starcraft2_worker
+from envs.battle_data import MAPS, TERRAINS, TYPES
+from envs.episodes import EpisodeRunner, GameFailed, RandomPlayer, Stopped
+from envs.team import Team
 
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
 FAKE = Path(__file__).parent / "fake_smac"
@@ -54,6 +65,9 @@ class World:
 
     def south(self, fault):
         (self.notes / "south").write_text(fault)
+
+    def every_step(self, fault):
+        (self.notes / "every_step").write_text(fault)
 
     def read(self, name):
         file = self.notes / name
@@ -469,11 +483,108 @@ def test_game_that_does_not_start_is_tried_again(world, fault, reason):
 def test_game_that_never_starts_is_an_error(world):
     (world.notes / "fail_resets").write_text("99")
     env = world.make("sc2/3m", num_envs=2)
-    with pytest.raises(RuntimeError, match=r"did not start in 3 attempts: SystemExit: .*random_agents"):
+    with pytest.raises(GameFailed, match=r"failed 5 times in a row .*SystemExit: .*random_agents"):
         env.reset()
     assert not world.running()
     with pytest.raises(RuntimeError, match="closed"):
         env.reset()
+
+
+def make_runner(env):
+    return EpisodeRunner(env, Team(env, "self"), RandomPlayer())
+
+
+def test_game_that_crashes_at_every_step_ends_an_evaluation(world):
+    world.every_step("crash")
+    env = world.make("sc2/3m")
+    message = "sc2/3m: game 0 failed 5 times in a row without finishing a match "
+    with pytest.raises(GameFailed, match=message) as error, pytest.warns(RuntimeWarning) as warnings:
+        make_runner(env).evaluate(1)
+    assert "\n" not in str(error.value) and "the game crashed" in str(error.value)
+    assert env.restarts == 4 and not world.running()
+    shown = [str(warning.message) for warning in warnings if "is restarted" in str(warning.message)]
+    assert [f"(restart {number})" in text for number, text in enumerate(shown, 1)] == [True] * 4
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_failures_are_counted_since_the_last_match_that_was_finished(world, monkeypatch):
+    monkeypatch.setattr(starcraft2, "MAX_FAILURES", 2)
+    world.south("crash")
+    env = world.make("sc2/3m")
+    for _ in range(2):
+        env.reset()
+        assert env.step(one_goes_south(env))[-1]["invalid"].all()
+        env.reset()
+        for _ in range(2):
+            env.step(attack(env))
+        assert env.terminated.all()
+    env.reset()
+    env.step(one_goes_south(env))
+    env.reset()
+    with pytest.raises(GameFailed, match="game 0 failed 2 times in a row"):
+        env.step(one_goes_south(env))
+    assert env.restarts == 3
+
+
+def test_rounds_without_a_valid_match_end():
+    from scripts import two_step_game
+
+    game = two_step_game(2)
+    runner = make_runner(game)
+    runner.evaluate(2)
+    game.info["invalid"].fill_(True)
+    with pytest.raises(GameFailed, match=f"no valid match in {episodes.MAX_INVALID_ROUNDS} rounds in a row"):
+        runner.evaluate(2)
+
+
+# ---- asked to stop ----
+def test_stop_is_asked_for_in_every_step(world):
+    env = world.make("sc2/3m", num_envs=2)
+    runner = make_runner(env)
+    asked = []
+    runner.should_stop = lambda: asked.append(env.steps.max().item())
+    runner.play()
+    assert set(asked) >= set(range(int(runner.lengths.max())))
+    runner.should_stop = lambda: env.steps.max() == 1
+    with pytest.raises(Stopped):
+        runner.play()
+    assert env.steps.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("hanging", ["every_step", "hang_resets"])
+def test_stop_is_asked_for_while_a_game_hangs(world, monkeypatch, hanging):
+    (world.notes / hanging).write_text("hang")
+    monkeypatch.setattr(starcraft2_worker, "SECONDS_TO_CLOSE", 1.0)  # then it is killed
+    env = world.make("sc2/3m", step_timeout=1e6, reset_timeout=1e6)
+    runner = make_runner(env)
+    runner.should_stop = lambda: len(world.read("hangs")) > 0
+    with pytest.raises(Stopped):
+        runner.evaluate(1)
+    assert env.restarts == 0 and not world.running()
+
+
+@posix
+def test_start_can_be_interrupted(world, monkeypatch):
+    """Ctrl-C while smac is imported, which here never ends."""
+    slow = world.notes / "slow"
+    (slow / "smac" / "env" / "starcraft2").mkdir(parents=True)
+    (slow / "smac" / "__init__.py").touch()
+    (slow / "smac" / "env" / "__init__.py").write_text(
+        "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(600)"
+    )
+    monkeypatch.syspath_prepend(slow)
+    monkeypatch.setattr(starcraft2_worker, "SECONDS_TO_CLOSE", 1.0)
+    started = []
+    monkeypatch.setattr(
+        starcraft2, "Process", lambda *given, make=starcraft2.Process: started.append(make(*given)) or started[-1]
+    )
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            world.make("sc2/3m", reset_timeout=1e6)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert not is_running(started[0]._process.pid)
 
 
 # ---- nothing is left behind ----
@@ -577,3 +688,153 @@ def test_tensors_are_on_the_device(world):
         for key, tensor in after.items():
             assert tensor.device == gpu.device and torch.equal(tensor.cpu(), expected[key]), key
     assert after["won"].all()
+
+
+# ---- SMAC and pysc2 themselves, with a program that speaks StarCraft's protocol (tests/fake_sc2.py) ----
+SEED = 7
+OPTIONS = {
+    "obs_last_action": True, "obs_pathing_grid": True, "obs_timestep_number": True, "state_timestep_number": True,
+    "reward_only_positive": False, "reward_defeat": -50.0,
+}  # fmt: skip
+
+
+def why_no_smac():
+    """None where the package smac is SMAC, and can be run."""
+    if platform.system() != "Linux":
+        return "the stand-in for StarCraft II is started as on Linux"
+    if not all(importlib.util.find_spec(package) for package in ("smac", "pysc2")):
+        return f"SMAC is not installed: {INSTALL}"
+    places = importlib.util.find_spec("smac").submodule_search_locations or []
+    sources = [Path(place) / "env" / "starcraft2" / "starcraft2.py" for place in places]
+    if not any(source.is_file() and "class StarCraft2Env" in source.read_text() for source in sources):
+        return f"the package smac is not SMAC: pip uninstall -y smac && {INSTALL}"
+    return None
+
+
+needs_smac = pytest.mark.skipif(why_no_smac() is not None, reason=why_no_smac() or "")
+each_map = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "3m" else [pytest.mark.slow]) for name in MAPS]
+)
+
+
+@pytest.fixture
+def sc2(tmp_path, monkeypatch):
+    """sc2(name, settings, **options) -> sc2/name, played by SMAC with the stand-in for StarCraft II."""
+    made = []
+
+    def make(name, settings, **options):
+        binary = tmp_path / "Versions" / "Base75689" / "SC2_x64"
+        maps = tmp_path / "Maps" / "SMAC_Maps"
+        for folder in (binary.parent, maps):
+            folder.mkdir(parents=True, exist_ok=True)
+        (maps / f"{name}.SC2Map").touch()
+        command = shlex.join([sys.executable, str(FAKE.parent / "fake_sc2.py")])
+        binary.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(FAKE.parents[1]))} exec {command} "$@"\n')
+        binary.chmod(0o755)
+        monkeypatch.setenv("SC2PATH", str(tmp_path))
+        monkeypatch.setenv("FAKE_SC2", json.dumps({"seed": SEED, **settings}))
+        made.append(envs.make(f"sc2/{name}", **options))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def assert_same(real_result, battle_result, state_scale):
+    seen, expected = copied(real_result), copied(battle_result)
+    seen["state"] *= state_scale
+    for key, values in seen.items():
+        assert torch.allclose(values.float(), expected[key].float(), rtol=0, atol=1e-6), key
+
+
+def compare(real, battle, policies, state_scale=1.0):
+    """Plays a match of both with the actions of each policy of the battle; returns how they ended."""
+    ends = []
+    for match, policy in enumerate(policies):
+        seed = SEED if match == 0 else None
+        obs, info = battle.reset(seed=seed)
+        assert_same(real.reset(), (obs, info), state_scale)
+        over = False
+        while not over:
+            actions = torch.ones_like(battle.actions) if policy == "stop" else battle.scripted_actions(policy)
+            actions = torch.where(info["alive"], actions, NO_OP)
+            *result, info = battle.step(actions)
+            assert_same(real.step(actions), (*result, info), state_scale)
+            over = bool(result[-2] | result[-1])  # terminated, truncated
+        ends.append("won" if info["won"] else "time" if result[-1] else "lost")
+    return ends
+
+
+@needs_smac
+@each_map
+def test_smac_shows_what_the_battles_show(sc2, name):
+    real, battle = sc2(name, {}), envs.make(name)
+    sizes = ("n_actions", "obs_dim", "state_dim", "episode_limit", "agents", "unit_kinds")
+    assert [getattr(real, size) for size in sizes] == [getattr(battle, size) for size in sizes]
+    ends = compare(real, battle, ["nearest", "random"])
+    assert len(ends) == 2 and real.restarts == 0
+
+
+@needs_smac
+@each_map
+def test_smac_at_the_time_limit_and_with_a_smaller_playable_area(sc2, name):
+    """SMAC divides the places in the state by the size of the playable area, the battles by that of the map."""
+    area = {"playable": [2, 3, 30, 29]}
+    spec = dataclasses.replace(MAPS[name], order=("stay",))
+    real, battle = sc2(name, {"stay": True, **area}), envs.make(name, map_spec=spec)
+    ally_width, enemy_width = (
+        base + (race == "P") + len(TYPES[spec.types][1]) for base, race in zip((4, 3), spec.races)
+    )
+    scale = torch.ones(battle.state_dim)
+    x = [2 + a * ally_width for a in range(battle.n_agents)]
+    x += [1 + battle.n_agents * ally_width + e * enemy_width for e in range(battle.n_enemies)]
+    scale[x], scale[[column + 1 for column in x]] = 28 / 32, 26 / 32
+    ends = compare(real, battle, ["stop"], scale)
+    assert ends == ["lost" if name == "6h_vs_8z" else "time"]  # there they stand too near
+
+
+@needs_smac
+@pytest.mark.parametrize("name", ["2s3z", pytest.param("MMM", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("extra", [{}, {"obs_instead_of_state": True}])
+def test_smac_with_other_options(sc2, name, extra):
+    options = {**OPTIONS, **extra}
+    compare(sc2(name, {}, **options), envs.make(name, **options), ["nearest"])
+
+
+@needs_smac
+def test_smac_whose_game_dies(sc2, tmp_path):
+    real = sc2("3m", {"dies": 3, "once": str(tmp_path / "died")})
+    real.reset()
+    for step in range(2):
+        *_, info = real.step(everyone(real, STOP))
+        assert not info["invalid"].any(), step
+    with pytest.warns(RuntimeWarning, match=r"game 0 is restarted .*the game crashed"):
+        *_, truncated, info = real.step(everyone(real, STOP))
+    assert info["invalid"].all() and truncated.all() and real.restarts == 1
+    assert compare(real, envs.make("3m"), ["nearest"]) in (["won"], ["lost"])
+
+
+@needs_smac
+def test_replay_by_smac(sc2, tmp_path):
+    real = sc2("3m", {})
+    real.reset()
+    assert Path(real.save_replay(0, tmp_path / "films")).read_bytes() == b"a replay"
+
+
+def real_maps():
+    folder = Path(os.environ.get("SC2PATH", "~/StarCraftII")).expanduser() / "Maps" / "SMAC_Maps"
+    return folder if all((folder / f"{name}.SC2Map").is_file() for name in MAPS) else None
+
+
+@pytest.mark.skipif(real_maps() is None, reason="SMAC's maps are not in SC2PATH")
+@pytest.mark.skipif(not importlib.util.find_spec("mpyq"), reason="mpyq, which comes with pysc2, is not installed")
+@pytest.mark.parametrize("name", MAPS)
+def test_playable_areas_of_the_maps_are_the_whole_map(name):
+    import mpyq
+
+    content = mpyq.MPQArchive(str(real_maps() / f"{name}.SC2Map")).read_file("MapInfo")
+    size, bounds = re.match(rb"IpaM.{12}(.{8}).*?Dark\0\w+\0(.{16})", content, re.DOTALL).groups()
+    terrain = TERRAINS[MAPS[name].terrain].split()
+    assert struct.unpack("<2I", size) == (len(terrain[0]), len(terrain))
+    assert struct.unpack("<4I", bounds) == (0, 0, len(terrain[0]), len(terrain))  # left, bottom, right, top

@@ -2,13 +2,16 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,6 +24,7 @@ from scripts import ROOT, run_script
 
 import paper
 import sweep
+from envs import files
 
 TOY = ROOT / "tests" / "toy_script.py"
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
@@ -124,7 +128,7 @@ def test_a_stopped_sweep_is_continued_by_the_same_command(tmp_path, number):
     wait_for(lambda: len(list(tmp_path.glob("runs/*/checkpoint.pt"))) == 2)
     process.send_signal(number)
     output, _ = process.communicate()
-    assert process.returncode == 1 and "stopped with 3 of 3 runs to do: the same command goes on" in output
+    assert process.returncode == 128 + number and "stopped with 3 of 3 runs to do: the same command goes on" in output
     saved = {json.loads(path.read_text())["steps"] for path in tmp_path.glob("runs/*/checkpoint.pt")}
     assert max(saved) < 20
     os.rename(tmp_path / "runs", tmp_path / "elsewhere")  # another machine, say
@@ -161,7 +165,7 @@ def test_on_a_terminal_every_run_at_work_has_a_line(tmp_path, monkeypatch):
     assert len(live) >= 2, "it is drawn again and again, over the last"
     assert [line.split("  ")[0] for line in live[-1][:2]] == [job.name for job in jobs]
     assert all("steps" in line and len(line) < 40 for line in live[-1][:2])
-    assert drawn[-1] == [*(f"{job.name} is done: counted" for job in jobs), ""], "only the events are left"
+    assert sorted(drawn[-1]) == ["", *(f"{job.name} is done: counted" for job in jobs)], "only the events are left"
 
 
 @pytest.mark.parametrize(
@@ -172,12 +176,15 @@ def test_on_a_terminal_every_run_at_work_has_a_line(tmp_path, monkeypatch):
         ({}, ["--seed", "3"], "--seed is the sweep's to set: use --seeds"),
         ({"vary": (("env-id", "a"),)}, [], "--env-id is the sweep's to set: use --env-ids"),
         ({"script": ("nothing.py",)}, [], "--script nothing.py: there is no such file"),
+        ({"report": "../sweep"}, [], r"--report \.\./sweep is a name, not a path"),
+        ({"report": "a/b"}, [], "--report a/b is a name, not a path"),
     ],
 )
 def test_invalid_arguments_are_rejected(given, extra, message):
     args = sweep.Args(**{"script": (str(TOY),), "env_ids": ("a",), **given})
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(SystemExit, match=message) as stop:
         sweep.check_args(args, extra)
+    assert stop.value.code == 2
 
 
 def test_runs_share_gpus_evenly(tmp_path, monkeypatch):
@@ -260,6 +267,169 @@ def test_the_papers_runs_share_the_gpu_through_the_service(service, tmp_path, mo
     assert (SHARED in capsys.readouterr().out) == (option == "--mps")
 
 
+# ---- one run at a time ----
+def start_sweep(folder, *words, **options):
+    return subprocess.Popen(command(*words, **options), cwd=folder, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def in_use(error):
+    """The process that the message of a refusal names."""
+    words = re.search(r"__1.* is in use by process (\d+)", error)
+    assert words and "Traceback" not in error, error
+    return int(words[1])
+
+
+@posix
+def test_runs_end_with_a_sweep_that_is_killed(tmp_path, capsys):
+    """Until the last has saved, the same command refuses; then it continues."""
+    words = ("--env-ids", "a", "--seeds", 2, "--jobs", 2)
+    options = ("--pause", 0.05, "--total-timesteps", 60, "--end-after", "end")
+    process = start_sweep(tmp_path, *words, options=options)
+    wait_for(lambda: len(list(tmp_path.glob("runs/*/checkpoint.pt"))) == 2)
+    process.kill()
+    process.communicate()
+    logs = list(tmp_path.glob("runs/logs/*.log"))
+    wait_for(lambda: all(log.read_text().endswith("stops\n") for log in logs))
+    code, _ = run(tmp_path, *words, options=options)
+    assert code == 2 and in_use(capsys.readouterr().err) != process.pid, "it names the run, not the sweep that is gone"
+    (tmp_path / "end").touch()
+    wait_for(lambda: not any(files.is_locked(lock) for lock in tmp_path.glob("runs/logs/*.lock")))
+    failed, output = run(tmp_path, *words, options=options)
+    assert not failed and output.count("goes on") == 2, output
+    assert all(len(steps) == 2 and 0 < steps[1] < 60 for steps in launches(tmp_path).values())
+
+
+def test_two_sweeps_do_not_start_the_same_run(tmp_path, capsys):
+    """Not even where it has no folder yet."""
+    words, options = ("--env-ids", "a", "--seeds", 1), ("--begin-after", "begin", "--total-timesteps", 3)
+    process = start_sweep(tmp_path, *words, options=options)
+    wait_for(lambda: list(tmp_path.glob("runs/logs/*.log")))
+    code, _ = run(tmp_path, *words, options=options)
+    assert code == 2 and in_use(capsys.readouterr().err)
+    assert not list(tmp_path.glob("runs/a__*"))
+    (tmp_path / "begin").touch()
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert launches(tmp_path) == {("a", 1): [0]}
+
+
+def test_a_run_that_somebody_else_continues_is_left_alone(tmp_path, capsys):
+    job = sweep.Job(TOY, "a", 1)
+    (tmp_path / f"{job.name}__1").mkdir()
+    lock = files.FolderLock(tmp_path / f"{job.name}__1")
+    lock.acquire()
+    with pytest.raises(SystemExit) as stop:
+        sweep.run_all([job], sweep.Here(sweep.Args((), (), jobs=1), tmp_path), tmp_path)
+    assert stop.value.code == 2 and in_use(capsys.readouterr().err) == os.getpid()
+    lock.release()
+    assert sweep.run_all([job], sweep.Here(sweep.Args((), (), jobs=1), tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("other", ["works", "has done it"])
+def test_what_another_sweep_began_in_the_meantime_is_not_begun_again(tmp_path, capsys, other):
+    first, second = (sweep.Job(TOY, "a", seed, ("--total-timesteps", "3")) for seed in (1, 2))
+    held, started = [], []
+
+    class Place(sweep.Here):
+        def start(self, job, root, *words):
+            started.append(job)
+            if other == "works":
+                held.append(sweep.lock_job(second, root))
+            else:
+                write_results(root / f"{second.name}__1")
+            return super().start(job, root, *words)
+
+    complete = sweep.run_all([first, second], Place(sweep.Args((), (), jobs=1), tmp_path), tmp_path)
+    assert started == [first] and complete == (other == "has done it")
+    assert (f"{second.name}.lock is in use by process {os.getpid()}" in capsys.readouterr().out) != complete
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [
+        (TOY, ("--no-such-option",), "unrecognized arguments"),
+        ("iql.py", ("--gamma", 7), "--gamma is from 0 to 1, not 7"),
+    ],
+)
+def test_invalid_arguments_are_not_tried_again(tmp_path, script, options, message):
+    failed, output = run(tmp_path, "--env-ids", "3m", "--seeds", 1, scripts=(script,), options=options)
+    assert failed and output.count("was rejected: ") == output.count(message) == output.count("starts") == 1, output
+    assert "crashed" not in output and "goes on" not in output
+
+
+# ---- files ----
+def write_results(folder, **changes):
+    final = {"win_rate": 0.5, "episodic_return": 1.0}
+    content = {"final": final, "best": final, "evals": [{"steps": 1, **final}], "seconds": 1.0, "args": {}, **changes}
+    folder.mkdir(exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"final": None}, {"final": {"win_rate": "high", "episodic_return": 1.0}}, {"best": {}}, {"evals": [3]},
+        {"evals": [{"steps": 1}]}, {"seconds": float("nan")}, {"seconds": 10**400}, {"args": []}, {"rows": 3},
+        {"rows": [{"ego": "a"}]}, {"rows": [{"ego": "a", "other": "b", "group": "c", "episodes": 1}]},
+    ],
+)  # fmt: skip
+def test_wrong_results_are_named(tmp_path, changes):
+    write_results(tmp_path / "run")
+    assert sweep.is_done(tmp_path / "run") and sweep.load_results(tmp_path / "run" / "results.json")["seconds"] == 1
+    write_results(tmp_path / "run", **changes)
+    with pytest.raises(ValueError, match=r"results\.json is cut or not of a run \("):
+        sweep.load_results(tmp_path / "run" / "results.json")
+    assert not sweep.is_done(tmp_path / "run")
+
+
+def test_runs_with_unusable_results_are_done_again(tmp_path):
+    words, options = ("--env-ids", "a", "--seeds", 5), ("--total-timesteps", 3)
+    assert not run(tmp_path, *words, options=options)[0]
+    paths = sorted(tmp_path.glob("runs/*/results.json"))
+    good = paths[0].read_bytes()
+    for path, content in zip(paths, (b"", good[: len(good) // 2], b"[]", b"\xff" * 9)):
+        path.write_bytes(content)
+    failed, output = run(tmp_path, *words, options=options)
+    assert not failed and "1 of 5 runs are done already" in output
+    for path in paths[:4]:
+        assert f"{path.relative_to(tmp_path)} is cut or not of a run (" in output
+    assert output.count("that run is done again") == output.count("goes on") == 4
+    assert launches(tmp_path) == {("a", seed): [0] + [3] * (seed < 5) for seed in range(1, 6)}
+    assert json.loads((tmp_path / "runs" / "sweep.json").read_text())[0]["runs"] == 5
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    sweep.write_file(path, "before")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError):
+        sweep.write_file(path, "after")
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """The names of the files that were moved into place."""
+    names, replace = set(), os.replace
+
+    def note(source, target):
+        names.add(Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", note)
+    return names
+
+
+def test_results_of_a_sweep_are_moved_into_place(tmp_path, moved):
+    assert not run(tmp_path, "--env-ids", "a", "--seeds", 1, "--report", "mine")[0]
+    assert {"mine.json", "mine.md", "mine.png"} <= moved
+
+
 # ---- statistics ----
 def test_iqm_is_the_mean_of_the_middle_half():
     assert sweep.iqm(np.arange(1, 9)) == 4.5
@@ -299,6 +469,129 @@ def test_the_bootstrap_of_the_iqm_has_its_known_width():
 
 
 # ---- a cluster ----
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """The folder for temporary files of a node."""
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
+    return tmp_path / "node"
+
+
+CODE = {"script.py": b"print('ours')", "envs/module.py": b"pass"}
+
+
+def run_on_node():
+    """What a script printed, and the files that it has made."""
+    runner, code, made = sweep.Runner(CODE, {"run/checkpoint.pt": b"1"}, "script.py", []), None, {}
+    while code is None:
+        code, _, files = runner.report()
+        made |= files
+    assert code == 0
+    return made.pop("log").decode(), made
+
+
+def tampered(home, how, elsewhere):
+    if how == "changed":
+        (home / "script.py").write_text("print('theirs')")
+    elif how == "linked":
+        (elsewhere / "script.py").write_text("print('ours')")
+        (home / "script.py").unlink()
+        (home / "script.py").symlink_to(elsewhere / "script.py")
+    elif how == "linked folder":
+        shutil.move(home / "envs", elsewhere / "envs")
+        (home / "envs").symlink_to(elsewhere / "envs")
+    elif how == "added":
+        (home / "print.py").write_text("")
+    elif how == "removed":
+        (home / "envs" / "module.py").unlink()
+    elif how == "open to others":
+        home.parent.chmod(0o777)
+    elif how == "linked parent":
+        shutil.move(home.parent, elsewhere / "parent")
+        home.parent.symlink_to(elsewhere / "parent")
+
+
+@posix
+@pytest.mark.parametrize(
+    "how", ["changed", "linked", "linked folder", "added", "removed", "open to others", "linked parent"]
+)
+def test_code_that_somebody_has_put_on_a_node_is_not_used(node, tmp_path, how):
+    home, kept = sweep.code_folder(CODE)
+    assert kept and home.is_relative_to(node) and sweep.code_folder(CODE) == (home, True)
+    assert home.parent.stat().st_mode & 0o777 == 0o700 and str(os.getuid()) in home.parent.name
+    cache = home / "envs" / "__pycache__"
+    cache.mkdir()
+    (cache / "module.cpython-311.pyc").touch()
+    assert sweep.code_folder(CODE) == (home, True), "it may have been used"
+    tampered(home, how, tmp_path)
+    fresh, kept = sweep.code_folder(CODE)
+    assert fresh != home and not kept and fresh.stat().st_mode & 0o777 == 0o700
+    found = {path.relative_to(fresh).as_posix(): path.read_bytes() for path in fresh.rglob("*") if path.is_file()}
+    assert found == CODE and not fresh.is_symlink()
+
+
+@posix
+def test_a_folder_of_another_user_is_not_used(node, monkeypatch):
+    home, _ = sweep.code_folder(CODE)
+    somebody = os.getuid() + 1
+    os.rename(home.parent, node / f"omg-marl-{somebody}")
+    monkeypatch.setattr(os, "getuid", lambda: somebody)
+    fresh, kept = sweep.code_folder(CODE)
+    assert not kept and fresh.parent == node
+
+
+def test_a_node_runs_the_code_that_it_was_sent(node):
+    for _ in range(2):
+        assert run_on_node() == ("ours\n" if os.name != "nt" else "ours\r\n", {})
+        for path in node.rglob("script.py"):
+            path.write_text("print('theirs')")
+    assert len(list(node.rglob("script.py"))) == 1, "what was not kept is removed"
+
+
+SAVES = b"""
+import os, pathlib
+run = pathlib.Path("run")
+run.mkdir()
+for step in range(1, 400):
+    (run / f"resume-{step}.pt").write_bytes(b"%d" % step * 1000)
+    (run / "checkpoint.part").write_bytes(b"%d" % step)
+    os.replace(run / "checkpoint.part", run / "checkpoint.pt")
+    (run / f"resume-{step - 1}.pt").unlink(missing_ok=True)
+    (run / ".lock").touch()
+(run / f"resume-{step}.pt").unlink()
+"""
+
+
+@posix
+def test_what_comes_from_a_node_is_of_one_save(node, tmp_path):
+    runner, root, steps, ended = sweep.Runner({"script.py": SAVES}, {}, "script.py", []), tmp_path / "here", set(), None
+    while ended is None:
+        ended = runner.process.poll()
+        changes = None
+        while changes is None:
+            changes = runner.changes()
+        sweep.put_files(changes, root)
+        if (root / "run" / "checkpoint.pt").exists() and ended is None:
+            step = (root / "run" / "checkpoint.pt").read_text()
+            if step != "399":
+                assert (root / "run" / f"resume-{step}.pt").read_text() == step * 1000
+            steps.add(step)
+    assert ended == 0 and len(steps) > 3
+    assert os.listdir(root / "run") == ["checkpoint.pt"], "nothing that is gone there is left, and no lock"
+
+
+@pytest.mark.parametrize("name", ["../a", "a/../../b", "HERE/a", "C:a", "\\\\host\\a", "a\\..\\..\\b", "..", ""])
+def test_names_of_files_do_not_lead_elsewhere(tmp_path, name):
+    (tmp_path / "here").mkdir()
+    name = name.replace("HERE", tmp_path.as_posix())
+    with pytest.raises(ValueError, match="is not in the folder"):
+        sweep.put_files({"good": b"", name: b""}, tmp_path / "here")
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+
+
+QUICK_TO_NOTICE = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}  # that a node is lost
+
+
 @posix
 @pytest.mark.slow
 def test_on_a_cluster_a_run_that_loses_its_node_is_resumed_elsewhere(tmp_path):
@@ -309,8 +602,7 @@ def test_on_a_cluster_a_run_that_loses_its_node_is_resumed_elsewhere(tmp_path):
     options = ("--pause", 0.1, "--total-timesteps", 60, "--reads", "input/number.json")
     (tmp_path / "input").mkdir()
     (tmp_path / "input" / "number.json").write_text('{"steps": 7}')
-    quick_to_notice = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}  # a lost node
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": quick_to_notice})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": QUICK_TO_NOTICE})
     try:
         _, other = (cluster.add_node(num_cpus=2) for _ in range(2))
         cluster.wait_for_nodes()
@@ -339,6 +631,69 @@ def test_on_a_cluster_a_run_that_loses_its_node_is_resumed_elsewhere(tmp_path):
         cluster.shutdown()
 
 
+def stop_in_a_save(run):
+    """Stops the process of a run while it saves; returns its number."""
+    pid = int(re.search(r"process (\d+)", files.is_locked(run))[1])
+    for pause in itertools.cycle((0.003, 0.005, 0.007, 0.011)):
+        os.kill(pid, signal.SIGSTOP)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ":
+            time.sleep(0.001)
+        if any(path.suffix == ".part" for path in run.iterdir()):
+            return pid
+        assert not (run / "results.json").exists(), "it was not met in a save"
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(pause)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.slow
+def test_on_a_cluster_a_run_whose_node_is_lost_in_a_save_ends_as_if_it_had_not_been(tmp_path):
+    """A training script, on nodes that have different folders for temporary files."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    words = ("--env-ids", "stag_hunt_4x4", "--seeds", 1)
+    sizes = {
+        "num-envs": 4, "batch-size": 4, "buffer-size": 64, "train-frequency": 60, "total-timesteps": 4000,
+        "hidden-dim": 16, "eval-interval": 1000, "eval-episodes": 4, "final-eval-episodes": 8, "checkpoint-interval": 0,
+    }  # fmt: skip
+    options = [word for name, value in sizes.items() for word in (f"--{name}", value)]
+    nodes, lost = {}, None
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": QUICK_TO_NOTICE})
+    try:
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            nodes[name] = cluster.add_node(num_cpus=1, env_vars={"TMPDIR": str(tmp_path / name)})
+        cluster.wait_for_nodes()
+        ray_words = (*words, "--run-root", "cluster", "--ray-address", cluster.address)
+        process = start_sweep(tmp_path, *ray_words, scripts=("iql.py",), options=options)
+        wait_for(lambda: list(tmp_path.glob("cluster/*/resume-*.pt")), 200)
+        (run_there,) = tmp_path.glob("*/omg-marl-run-*/stag_hunt_4x4__*")
+        lost = run_there.parent.parent.name
+        pid = stop_in_a_save(run_there)
+        cluster.remove_node(nodes[lost], allow_graceful=False)
+        os.kill(pid, signal.SIGKILL)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0 and "lost its node" in output and "goes on" in output, output
+    finally:
+        cluster.shutdown()
+    assert list(tmp_path.glob(f"{lost}/omg-marl-[0-9]*/*/iql.py")), "it was at work there"
+    failed, output = run(tmp_path, *words, "--jobs", 2, scripts=("iql.py",), options=options)
+    assert not failed, output
+    ends = []
+    for root in ("cluster", "runs"):
+        (folder,) = tmp_path.glob(f"{root}/stag_hunt_4x4__*")
+        assert not list(folder.glob("resume-*.pt")), "a complete run has none"
+        results = json.loads((folder / "results.json").read_text())
+        evals = [{key: value for key, value in one.items() if key != "seconds"} for one in results["evals"]]
+        networks = torch.load(folder / "checkpoint.pt", weights_only=True)["networks"]
+        ends.append((results["final"], evals, results["steps"], results["updates"], networks))
+    assert ends[0][:4] == ends[1][:4]
+    for name, weights in ends[0][4].items():
+        for key, value in weights.items():
+            assert torch.equal(value, ends[1][4][name][key]), f"{name}.{key}"
+
+
 def test_without_ray_the_message_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SystemExit, match=r'pip install -e "\.\[ray\]"'):
@@ -359,11 +714,12 @@ def pretend(plan, root, seed=0):
                                                ("homologue", "all", 40), ("non-homologue", "mixed", 40))
             ]  # fmt: skip
             (root / job.name).mkdir(parents=True)
-            (root / job.name / "results.json").write_text(json.dumps({"rows": rows}))
+            (root / job.name / "results.json").write_text(json.dumps({"rows": rows, "seconds": 1.0, "args": {}}))
         else:
             final = {"win_rate": rng.random(), "episodic_return": 5 * rng.random()}
             evals = [{"steps": step, **final} for step in (1, 2)]
-            about = {"args": {"cuda": False}, "versions": {"python": "3"}, "final": final, "evals": evals}
+            about = {"args": {"cuda": False}, "versions": {"python": "3"}, "final": final, "best": final}
+            about |= {"evals": evals, "seconds": 1.0}
             (root / f"{job.name}__1").mkdir(parents=True)
             (root / f"{job.name}__1" / "results.json").write_text(json.dumps(about))
 
@@ -380,16 +736,18 @@ def read_table(text, head, keys):
 
 
 @pytest.mark.parametrize(("env_id", "mates"), [("8m", 7), ("2c_vs_64zg", 1), ("stag_hunt_4x4", 3)])
-def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, capsys, env_id, mates):
+def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, capsys, moved, env_id, mates):
     words = ["--map", env_id, "--seeds", "2", "--pool-runs", "3", "--test-runs", "2", "--out", str(tmp_path / "all")]
     args = paper.tyro.cli(paper.Args, args=words)
     paper.fill_in(args)
     plan = paper.make_plan(args)
     pretend(plan, tmp_path / "all")
+    (tmp_path / "all" / "seconds.json").write_text("")  # cut
     monkeypatch.setattr(sys, "argv", [str(ROOT / "paper.py"), *words])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert stop.value.code == 0
+    assert {"report.json", "report.md", "results.png", "curves.png", "seconds.json"} <= moved
     text, measure = (tmp_path / "all" / "report.md").read_text(), "return" if mates == 3 else "win_rate"
     assert text in capsys.readouterr().out and f"python paper.py --map {env_id} --seeds 2 " in text
     ours, checked = read_table(text, "others", 2), 0
@@ -449,7 +807,7 @@ class InProcess:
     def room(self):
         return 1
 
-    def start(self, job, root, run_root, resume, log):
+    def start(self, job, root, run_root, resume, log, lock):
         cwd = Path.cwd()
         os.chdir(self.folder)
         try:

@@ -1,15 +1,19 @@
-"""A training script in small: counts to --total-timesteps, saves, continues, and crashes where --crash says."""
+"""A training script in small: counts to --total-timesteps, saves, continues, and crashes where --crash says.
+
+--begin-after and --end-after name files that it waits for: before it makes its folder, and when it was asked to stop.
+"""
 
 import argparse
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
-for name in ("env-id", "exp-name", "run-root", "resume", "crash", "reads"):
+for name in ("env-id", "exp-name", "run-root", "resume", "crash", "reads", "begin-after", "end-after"):
     parser.add_argument(f"--{name}", default="")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--total-timesteps", type=int, default=10)
@@ -19,6 +23,16 @@ parser.add_argument("--cuda", action="store_true")
 args, started, stopping = parser.parse_args(), time.time(), []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: stopping.append(1))
+if os.environ.get("OMG_STOP_ON_EOF") == "1":
+    threading.Thread(target=lambda: stopping.append(os.read(0, 1)), daemon=True).start()
+
+
+def wait_for(file):
+    while file and not Path(file).exists():
+        time.sleep(0.02)
+
+
+wait_for(args.begin_after)
 if args.resume:
     run = Path(args.resume)
     state = json.loads((run / "checkpoint.pt").read_text())
@@ -48,7 +62,9 @@ while state["steps"] < args.total_timesteps:
     if crashes and state["steps"] >= int(crash_at) and len(state["launches"]) <= int(times):
         raise RuntimeError("crashed on purpose")
     if stopping:
-        sys.exit("stopped")
+        print("stops", flush=True)
+        wait_for(args.end_after)
+        sys.exit(143)
 if args.reads:
     state["read"] = json.loads(Path(args.reads).read_text())["steps"]
 final = {"win_rate": args.seed / 10, "episodic_return": float(args.seed)}

@@ -2,9 +2,10 @@
 
 The folder FAKE_SMAC holds what tests and games tell each other. The games note in `pids` the number of every process,
 in `launches` the seed of every launch, in `hangs` who hangs. The tests say in `south` how it fails when agent 0 goes
-south (crash, error, exit, hang or die), in `fail_resets` how many resets are still to fail, in `crash_resets` in how
-many the game crashes and SMAC starts another, with `broken` that smac cannot be used, with `hang_replay` what it says,
-in `seconds_to_close` how long the process of a game waits before it ends a game that hangs.
+south (crash, error, exit, hang or die), in `every_step` how it always fails, in `fail_resets` how many resets are still
+to fail, in `crash_resets` in how many the game crashes and SMAC starts another, with `hang_resets` that they hang, with
+`broken` that smac cannot be used, with `hang_replay` what it says, in `seconds_to_close` how long the process of a game
+waits before it ends a game that hangs.
 """
 
 import os
@@ -82,6 +83,9 @@ class StarCraft2Env:
         self.force_restarts += 1
 
     def reset(self):
+        if read("hang_resets"):
+            note("hangs", os.getpid())
+            time.sleep(600)
         if one_less("fail_resets"):
             sys.exit("Failed to create the socket.")  # as pysc2 does
         if self._episode_count == 0:
@@ -101,7 +105,7 @@ class StarCraft2Env:
         assert self._running, "a match that is over is not stepped"
         for a, action in enumerate(actions):
             assert self.get_avail_agent_actions(a)[action], f"Agent {a} cannot perform action {action}"
-        fault = read("south") if actions[0] == SOUTH else ""
+        fault = read("every_step") or (read("south") if actions[0] == SOUTH else "")
         if fault == "crash":
             return 0, True, {}
         if fault == "error":

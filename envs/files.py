@@ -1,0 +1,124 @@
+"""Files and folders of runs: written completely or not at all, made only once, and locked while in use.
+
+Nothing here needs torch.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+    import msvcrt
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+# ---- writing ----
+def write(path, save):
+    """Calls save(file) on a binary file that becomes `path` once it is complete and on the disk; or raises OSError."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as file:
+            save(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    if os.name == "posix":  # the new name is on the disk only when its folder is
+        folder = os.open(path.parent, os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            os.fsync(folder)
+        os.close(folder)
+
+
+def write_text(path, text):
+    write(path, lambda file: file.write(text.encode()))
+
+
+def reason(error):
+    """Why a file was not written, in few words."""
+    if isinstance(error, OSError):
+        return "disk full" if error.errno in NO_ROOM else error.strerror or str(error)
+    # torch hides the error of a write that came up short
+    return "disk full" if "unexpected pos" in str(error) or "PytorchStreamWriter" in str(error) else str(error)
+
+
+# ---- folders ----
+def make_folder(path):
+    """Makes a new folder: `path`, or with a number behind it where that is taken. Returns its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+class FolderLock:
+    """Keeps other processes out of a folder. The system releases it when its process ends, however it ends."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.file = None
+
+    def acquire(self):
+        """Raises a ValueError if another process holds it."""
+        file = open(self.folder / ".lock", "a+")  # noqa: SIM115 (locked for as long as it is open)
+        try:
+            _lock(file)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+                file.close()
+                return  # a file system without locks
+            owner = _owner(file)
+            file.close()
+            raise ValueError(f"{self.folder} is in use by {owner}") from None
+        with contextlib.suppress(OSError):  # it is locked even where nothing can be written
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self.file = file
+
+    def release(self):
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def is_locked(folder):
+    """Who uses a folder, such as `process 17 on node3`; None if nobody does."""
+    try:
+        file = open(Path(folder) / ".lock", "r+")  # noqa: SIM115
+    except OSError:
+        return None
+    with file:
+        try:
+            _lock(file)
+        except OSError as error:
+            return _owner(file) if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK) else None
+    return None
+
+
+def _lock(file):
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    else:
+        file.seek(2**30)  # others can read what is before the locked byte
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+
+
+def _owner(file):
+    file.seek(0)
+    return file.readline().strip() or "another process"

@@ -1,0 +1,158 @@
+"""Files from somebody else: whatever is wrong with one, it is refused in one line before a network is built."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scripts import QUICK, ROOT, resume_file, run_script, stopped
+
+import envs
+import iql
+import omg_iql
+from envs import checkpoints, runs
+from envs.episodes import load_runner
+from envs.team import Team, read_pool
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """(the folder of a stopped run, its checkpoint, its resume file)"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", lambda number: None)
+        folder = stopped("iql", tmp_path_factory.mktemp("original"))
+    return folder, checkpoints.read(folder / "checkpoint.pt"), checkpoints.read(resume_file(folder))
+
+
+def put(content, path, value):
+    """A copy with another value at a path of keys; `...` removes the key."""
+    content = copy.deepcopy(content)
+    *parents, last = path.split("/")
+    place = content
+    for key in parents:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return content
+
+
+WEIGHT = "networks/target_agents/fc1.weight"
+KEYS = ("algorithm", "env_id", "sizes", "args", "networks", "optimizer", "updates", "progress")
+VALUES = {
+    "algorithm": ["os", "../../evil", "missing", 3, "a b"],
+    "env_id": ["8m", "../3m", 3],
+    "sizes": [{}, {"n_agents": 3}, []],
+    "sizes/n_agents": [-1, "3", 10**30, 4],
+    "sizes/obs_dim": [7, 2.0, True],
+    "args": [[], {3: 4}],
+    "args/hidden_dim": [10**9, 10**5, 17, -1, 0, "16", None, 2.5, True],
+    "args/exp_name": ["../../x", "/etc/x", 5, ".."],
+    "args/env_id": ["../../3m", "", 3],
+    "args/gamma": [float("nan"), "a", 7],
+    "args/share_parameters": [False, 3],
+    "args/seed": [-1, "1"],
+    "networks": [[], {}, {"agents": 3}, {"target_agents": {"fc1.weight": 3}}],
+    WEIGHT: [torch.full((16, 36), torch.nan), torch.zeros(2, 2), torch.zeros(1).expand(10**6, 10**6), 3, ...],
+    "optimizer": [{}, {"state": {}, "param_groups": []}, 3],
+    "updates": [-1, "1", 1.5],
+    "progress/steps": [-1, 10**30, "4", ...],
+    "progress/evals": [3, ...],
+    "progress/complete": [3],
+    "resume": ["../checkpoint.pt", 3],
+}
+CHECKPOINTS = [*((key, ...) for key in KEYS), *((path, value) for path, values in VALUES.items() for value in values)]
+PLAYS = {"optimizer", "updates", "args/seed", "args/gamma"}  # what a player does not need
+
+
+def name_of(value):
+    return "removed" if value is ... else f"tensor {tuple(value.shape)}" if torch.is_tensor(value) else str(value)[:30]
+
+
+def refused(action):
+    """One line, and exit code 2 where the program ends."""
+    with pytest.raises((ValueError, SystemExit)) as error:
+        action()
+    message = str(error.value)
+    assert message and "\n" not in message and len(message) < 600
+    assert getattr(error.value, "code", 2) == 2
+    return message
+
+
+def resume(folder):
+    run_script([str(ROOT / "iql.py"), "--resume", str(folder)])
+
+
+@pytest.mark.parametrize(("path", "value"), CHECKPOINTS, ids=name_of)
+def test_checkpoints(original, path, value, tmp_path):
+    folder, content, _ = original
+    torch.save(put(content, path, value), tmp_path / "checkpoint.pt")
+    (tmp_path / content["resume"]).write_bytes((folder / content["resume"]).read_bytes())
+    env = envs.make("3m", num_envs=2)
+    refused(lambda: resume(tmp_path))
+    players = [lambda: load_runner(tmp_path, env), lambda: Team(env, "2other1learner", pool=[str(tmp_path)])]
+    for load in players:
+        if path.split("/")[0] in PLAYS | {"progress", "resume"} or path in PLAYS:
+            continue
+        refused(load)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 1000, "cut", [1, 2], "torch.nn.Linear", {}], ids=str)
+def test_files_of_other_kinds(original, content, tmp_path):
+    folder, _, _ = original
+    path = tmp_path / "checkpoint.pt"
+    if content == "cut":
+        whole = (folder / "checkpoint.pt").read_bytes()
+        content = whole[: len(whole) // 2]
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(torch.nn.Linear(2, 2) if isinstance(content, str) else content, path)
+    env, vae = envs.make("3m"), SimpleNamespace(vae=path, latent_dim=1, subgoal_input="obs", reconstruct="obs")
+    for load in (
+        lambda: resume(tmp_path),
+        lambda: load_runner(tmp_path, env),
+        lambda: read_pool([str(tmp_path)], env),
+        lambda: runs.initialise_from(tmp_path, SimpleNamespace(env=env)),
+        lambda: omg_iql.load_vae(vae, env, None),
+    ):
+        assert str(tmp_path) in refused(load)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("steps", 10**6),
+        ("rng", ...),
+        ("rng", [torch.zeros(3)]),
+        ("buffer", {}),
+        ("buffer/lengths", torch.full((8,), 10**6)),
+        ("buffer/lengths", torch.full((8,), -1)),
+        ("buffer/lengths", torch.ones(10**6, dtype=torch.long)),
+        ("buffer/cursor", 10**9),
+        ("buffer/episodes/obs", torch.zeros(1)),
+        ("buffer/episodes/action", ...),
+        ("runner", {}),
+        ("runner/matches/match", torch.zeros(1)),
+    ],
+    ids=name_of,
+)
+def test_resume_files(original, path, value, tmp_path):
+    folder, content, state = original
+    (tmp_path / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes())
+    torch.save(put(state, path, value), tmp_path / content["resume"])
+    assert "damaged" in refused(lambda: resume(tmp_path))
+    (tmp_path / content["resume"]).write_bytes(b"cut")
+    assert "damaged" in refused(lambda: resume(tmp_path))
+
+
+def test_a_network_larger_than_that_of_the_file_is_not_built(original, tmp_path):
+    """hidden_dim passes the script's check, but the file has no such weights."""
+    _, content, _ = original
+    torch.save(put(content, "args/hidden_dim", 8192), tmp_path / "checkpoint.pt")
+    assert "larger networks than it has" in refused(lambda: load_runner(tmp_path, envs.make("3m")))
+    assert "larger networks than it has" in refused(lambda: resume(tmp_path))
+    assert iql.Agents(iql.Args(**QUICK), envs.make("3m")).fc1.weight.numel() < checkpoints.LARGEST_WEIGHT
