@@ -149,7 +149,7 @@ def random_call(rng, env):
             if rng.random() < 0.3
         }
         return "set_units", lambda: env.set_units(**values)
-    if kind == 6:
+    if kind == 6 and hasattr(env, "stags"):
         shapes = {"hunters": (n, agents), "stags": (n, env.stags), "hares": (n, env.hares)}
         shapes["obstacles"] = (n, env.height, env.width)
         values = {
