@@ -35,6 +35,7 @@ REFUSALS = (ValueError, TypeError, RuntimeError)
 class Args:
     minutes: float = 10.0  # how long to go on, for each part
     parts: list[str] = field(default_factory=lambda: [*PARTS])  # what to try
+    ids: list[str] = field(default_factory=lambda: [*IDS])  # environments of the part api
     seed: int = 0  # the first case
     cases: int = 10**9  # how many cases at most, for each part
     patience: float = 120.0  # seconds; a case that takes longer hangs
@@ -222,6 +223,7 @@ def run_part(part, args):
     while seed < args.seed + args.cases and time.monotonic() < deadline:
         left = args.seed + args.cases - seed
         command = [sys.executable, __file__, "--child", "--parts", part, "--seed", str(seed), "--cases", str(left)]
+        command += ["--ids", *args.ids]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         lines, end = queue.SimpleQueue(), "came to no end"
         threading.Thread(target=collect, args=(child.stdout, lines), daemon=True).start()
@@ -255,6 +257,7 @@ def run_part(part, args):
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
+    IDS = tuple(args.ids)
     if args.child:
         run_here(args)
         sys.exit()

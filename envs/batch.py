@@ -202,6 +202,9 @@ def _programs(*functions):
 
 
 # ---- what comes from outside ----
+MOST = 2**31 - 1  # of a number that the rules go by
+
+
 def whole_seed(seed):
     try:
         return operator.index(seed)
@@ -344,7 +347,10 @@ class Batch:
         """
         everything = {**self._tensors(), **(tensors or {})}
         game = game_type(**{name: vector.view(everything[name]) for name in game_type._fields})
-        rule = rule_type(**self._rule_numbers(idle), **numbers)
+        numbers = {**self._rule_numbers(idle), **numbers}
+        for name, value in numbers.items():
+            check_number(name, value, -MOST, MOST)
+        rule = rule_type(**numbers)
         self._run, self._act = (
             vector.Runner(program, rule, game, self.device, lanes) for program in _programs(*functions)
         )
@@ -512,6 +518,7 @@ class Batch:
         `sight` is an agent, or several, whose sight is shaded. `goals` are predictions to mark, each in the colour of
         its agent: (agent, x, y) in a battle, (agent, row, column) on a grid.
         """
+        self._check_index(index)
         check_whole_number("size", size, 16, 8192)
         for agent in sight if isinstance(sight, (list, tuple, np.ndarray)) else [] if sight is None else [sight]:
             check_whole_number("sight", agent, 0, self.n_agents - 1)
