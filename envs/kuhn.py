@@ -230,6 +230,7 @@ class Kuhn(Batch):
     default_others = POLICIES[:TYPES]
     team_reward = False
     zero_sum = True
+    sides = (0, 1)  # the first player is the learner's seat
 
     def __init__(
         self, name, num_envs=1, device="cpu", seed=0, n_agents=None, *, autoreset=False, check=None, limit=100

@@ -478,7 +478,7 @@ class PredatorPrey(Batch):
         )  # fmt: skip
         self._room = {"force": torch.zeros((num_envs, agents, 2), dtype=real, device=self.device)}
         self.play(
-            (reset_one, step_one, observe_one, act_one), Tag, Rule, NONE, self._room, lanes=8,
+            (reset_one, step_one, observe_one, act_one), Tag, Rule, NONE, self._room, lanes=4,
             predators=predators, prey=prey, obstacles=obstacles, velocity_first=int(velocity_first),
             hidden=int(hidden), predator_radius=0.07 if hidden else 0.075, prey_radius=0.07 if hidden else 0.05,
             area=start,

@@ -723,6 +723,7 @@ class Run:
             if self.resume_file is not None:
                 self._restore_exactly(self.folder / self.resume_file)
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+            self.lock.release()
             raise UsageError(f"--resume {self.folder} does not fit or is damaged: {error}") from None
 
     def _restore_exactly(self, path):

@@ -28,7 +28,7 @@ import envs
 from envs import checkpoints, play, runs
 from envs.episodes import EpisodeRunner, load_runner
 from envs.team import Team
-from pretrain_cvae import pretrain
+from pretrain_cvae import Pretraining
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = pytest.mark.parametrize("name", MODEL_SCRIPTS)
@@ -606,7 +606,7 @@ def test_a_q_network_without_memory_acts_on_what_the_model_remembers(name):
     options = {"latent_dim": 8, "horizon": 3, "pretrain_timesteps": 6000, "pretrain_updates": 200}
     learner, runner, stand_in_runner = two_goals(name, **(options if name == "omg_iql" else {}))
     if name == "omg_iql":
-        pretrain(learner.args, learner.model, stand_in_runner, NO_LOG)
+        Pretraining(learner.args, learner.model, stand_in_runner).run(NO_LOG)
     buffer = module.ReplayBuffer(learner.args, runner.episodes, CPU)
     for number in range(rounds):
         if name == "omg_iql":
