@@ -540,3 +540,12 @@ def test_scenes():
         env.reset()
         picture = env.render()
         assert picture.shape[1] == 480 and len(np.unique(picture.reshape(-1, 3), axis=0)) > 10
+
+
+# ---- scripts ----
+@pytest.mark.parametrize("name", ["vdn", "qmix"])
+def test_team_scripts_reject_a_zero_sum_game(name, tmp_path):
+    from scripts import train  # slow to import, and the restatement in plain Python does without
+
+    with pytest.raises(SystemExit, match="--env-id matrix_pennies: the rewards add up to zero"):
+        train(name, tmp_path, env_id="matrix_pennies")
