@@ -49,7 +49,7 @@ import torch  # noqa: E402
 
 import envs  # noqa: E402
 from envs import checkpoints, files, play, runs  # noqa: E402
-from envs.episodes import EpisodeRunner, ScriptedPlayer, load_runner  # noqa: E402
+from envs.episodes import EpisodeRunner, GameFailed, ScriptedPlayer, load_runner  # noqa: E402
 from envs.team import Team  # noqa: E402
 
 ANALYSED, ANALYSES = 64, 4  # matches that a model is measured on at a time, and how often for a row
@@ -409,3 +409,5 @@ if __name__ == "__main__":
         main(args)
     except ValueError as error:
         raise runs.UsageError(f"error: {error}") from None
+    except GameFailed as error:
+        raise runs.Exit(f"error: {error}", 1) from None

@@ -44,6 +44,9 @@ class Args:
     seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
     mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
     teammate_epsilon: float = 0.0  # probability of a random action of the others (runs only)
+    encounter: int = 1  # matches in a row with the same others before new ones are drawn
+    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
+    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
     total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 4 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
@@ -64,6 +67,7 @@ class Args:
     exploration_fraction: float = 0.1  # the fraction of the run over which epsilon falls
     max_grad_norm: float = 10.0  # the norm to which gradients are clipped
     hidden_dim: int = 64  # units of the recurrent layer
+    recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
     dueling: bool = False  # whether Q is a value plus advantages, from two heads
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
 
@@ -79,7 +83,7 @@ import envs  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, load_runner, round_up  # noqa: E402
 from envs.metrics import masked_mean, q_sensitivity  # noqa: E402
-from envs.team import Team  # noqa: E402
+from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # for learning and `analyse`
@@ -90,17 +94,19 @@ def check_args(args):
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size train_frequency hidden_dim learning_rate model_learning_rate max_grad_norm",
+        "batch_size train_frequency encounter hidden_dim learning_rate model_learning_rate max_grad_norm",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
         non_negative="seed checkpoint_interval log_interval",
     )
+    runs.check_team_options(args)
     runs.resolve_device(args)
     runs.fill_in_sizes(args)
 
 
 def make_env(args, num_envs, device, purpose):
+    seed, encounters = runs.seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
     try:
-        return envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
+        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
     except ValueError as error:
         raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
 
@@ -109,8 +115,16 @@ def make_team(args, env, purpose):
     if env.n_agents == 1:
         raise runs.UsageError("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
+    encounter = 1 if args.keep_memory else args.encounter
     try:
-        return Team(env, args.team, ("naive_om", "iql_am", "learner"), *others, runs.seed_for(args.seed, purpose))
+        return Team(
+            env,
+            args.team,
+            ("naive_om", "iql_am", "learner"),
+            *others,
+            runs.seed_for(args.seed, purpose),
+            encounter=encounter,
+        )
     except ValueError as error:
         raise runs.UsageError(f"--team {args.team}: {error}") from None
 
@@ -171,6 +185,7 @@ class Agents(nn.Module):
         super().__init__()
         inputs = env.obs_dim + env.n_actions + env.n_agents + (env.n_agents - 1) * env.n_actions
         self.hidden_dim = args.hidden_dim
+        self.recurrence = args.recurrence
         self.fc1 = nn.Linear(inputs, args.hidden_dim)
         self.rnn = SharedGRU(args.hidden_dim, args.hidden_dim)
         self.fc2 = nn.Linear(args.hidden_dim, env.n_actions)
@@ -196,7 +211,10 @@ class Agents(nn.Module):
         -> Q-values and hidden states of all times
         """
         x = F.relu(self.fc1(torch.cat((*self.inputs(obs, last_action, seat), inferred), -1)))
-        h = self.rnn(x, h)  # (time, matches, seats, hidden)
+        if self.recurrence:
+            h = self.rnn(x, h)  # (time, matches, seats, hidden)
+        else:
+            h = self.rnn(x.flatten(0, 1).unsqueeze(0), self.init_hidden(*x.flatten(0, 1).shape[:2])).view_as(x)
         return self.q_values(h), h  # (time, matches, seats, actions)
 
 
@@ -420,7 +438,7 @@ class Learner:
         """(obs, own last actions, steps left) of episodes, time first; obs is 0 behind an end and for who has left."""
         action, avail, alive = batch["action"][:-1], batch["avail"], batch["alive"]
         steps_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
-        visible = (steps_left >= 0).unsqueeze(-1) & (alive | self.env.team_reward)
+        visible = (steps_left >= 0).unsqueeze(-1) & (alive | (not self.env.leaving_ends))
         obs = torch.where(visible.unsqueeze(-1), batch["obs"], 0.0)
         last_action = torch.cat((torch.full_like(action[:1], -1), action))
         return obs, last_action, steps_left
@@ -461,7 +479,7 @@ class Learner:
             mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
             terminated = batch["terminated"][:-1].unsqueeze(-1)
             truncated = (steps_left[:-1] == 1).unsqueeze(-1)  # the last step, unless it is terminated
-            if not self.env.team_reward:  # an agent's own game ends when it leaves
+            if self.env.leaving_ends:  # an agent's own game ends when it leaves
                 mask = mask & alive[:-1]
                 terminated = terminated | ~alive[1:]
             reward = torch.where(mask, reward, 0.0)
@@ -513,6 +531,8 @@ if __name__ == "__main__":
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
+    if args.tell_who:
+        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
     learner = Learner(args, env)
     player = Player(learner, learner.agents, team.learner_seats)
     eval_player = Player(learner, learner.target_agents, eval_team.learner_seats)

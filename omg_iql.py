@@ -44,6 +44,9 @@ class Args:
     seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
     mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
     teammate_epsilon: float = 0.0  # probability of a random action of the others (runs only)
+    encounter: int = 1  # matches in a row with the same others before new ones are drawn
+    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
+    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
     total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 4 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
@@ -96,7 +99,7 @@ import pretrain_cvae  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, gather, load_runner, round_up  # noqa: E402
 from envs.metrics import hit_ratio, linear_probe, q_sensitivity  # noqa: E402
-from envs.team import Team  # noqa: E402
+from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # for learning and `analyse`
@@ -107,8 +110,8 @@ def check_args(args):
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size train_frequency hidden_dim learning_rate model_learning_rate max_grad_norm pretrain_timesteps "
-        "pretrain_updates latent_dim horizon",
+        "batch_size train_frequency encounter hidden_dim learning_rate model_learning_rate max_grad_norm "
+        "pretrain_timesteps pretrain_updates latent_dim horizon",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction kl_weight mix_start "
         "mix_fraction",
         non_negative="seed checkpoint_interval log_interval",
@@ -117,14 +120,16 @@ def check_args(args):
         raise runs.UsageError(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
     if args.mix == "kl-target" and args.q_subgoal != "mixed":
         raise runs.UsageError("--q-subgoal is for --mix q-input: with kl-target the Q-network has the inferred subgoal")
+    runs.check_team_options(args)
     runs.resolve_device(args)
     runs.fill_in(args, {"pretrain_timesteps": 2_000_000 if args.cuda else 100_000})
     runs.fill_in_sizes(args)
 
 
 def make_env(args, num_envs, device, purpose):
+    seed, encounters = runs.seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
     try:
-        return envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
+        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
     except ValueError as error:
         raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
 
@@ -133,8 +138,17 @@ def make_team(args, env, purpose, stand_in=False):
     if env.n_agents == 1:
         raise runs.UsageError("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
+    encounter = 1 if args.keep_memory else args.encounter
     try:
-        return Team(env, args.team, ("omg", "iql_omg", "learner"), *others, runs.seed_for(args.seed, purpose), stand_in)
+        return Team(
+            env,
+            args.team,
+            ("omg", "iql_omg", "learner"),
+            *others,
+            runs.seed_for(args.seed, purpose),
+            stand_in,
+            encounter,
+        )
     except ValueError as error:
         raise runs.UsageError(f"--team {args.team}: {error}") from None
 
@@ -565,7 +579,7 @@ class Learner:
         """(obs, own last actions, steps left) of episodes, time first; obs is 0 behind an end and for who has left."""
         action, avail, alive = batch["action"][:-1], batch["avail"], batch["alive"]
         steps_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
-        visible = (steps_left >= 0).unsqueeze(-1) & (alive | self.env.team_reward)
+        visible = (steps_left >= 0).unsqueeze(-1) & (alive | (not self.env.leaving_ends))
         obs = torch.where(visible.unsqueeze(-1), batch["obs"], 0.0)
         last_action = torch.cat((torch.full_like(action[:1], -1), action))
         return obs, last_action, steps_left
@@ -609,7 +623,8 @@ class Learner:
         obs, last_action, steps_left = inputs
         subgoal, model_h, code = inferred
         alive = batch["alive"] & (steps_left >= 0).unsqueeze(-1)
-        last_row = (alive.sum(0) - 1).clamp(min=0)  # the last state that the learner sees
+        rows = torch.arange(len(alive), device=obs.device).view(-1, 1, 1)
+        last_row = torch.where(alive, rows, 0).amax(0)  # the last state that the learner sees
         in_episode = (steps_left[:-1] > 0).unsqueeze(-1)
         mask = alive[:-1] & in_episode  # (steps, matches, seats)
         q_subgoal = subgoal.detach()
@@ -660,7 +675,7 @@ class Learner:
             mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
             terminated = batch["terminated"][:-1].unsqueeze(-1)
             truncated = (steps_left[:-1] == 1).unsqueeze(-1)  # the last step, unless it is terminated
-            if not self.env.team_reward:  # an agent's own game ends when it leaves
+            if self.env.leaving_ends:  # an agent's own game ends when it leaves
                 mask = mask & alive[:-1]
                 terminated = terminated | ~alive[1:]
             reward = torch.where(mask, reward, 0.0)
@@ -770,6 +785,8 @@ if __name__ == "__main__":
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
+    if args.tell_who:
+        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
     learner = Learner(args, env)
     fields = [*FIELDS, "terminated"]
     fields += ["state"] * (args.subgoal_input == "state") + ["mean", "log_variance"] * (args.mix == "kl-target")

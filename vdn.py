@@ -43,6 +43,9 @@ class Args:
     seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
     mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
     teammate_epsilon: float = 0.0  # probability of a random action of the others (runs only)
+    encounter: int = 1  # matches in a row with the same others before new ones are drawn
+    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
+    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
     total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 4 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
@@ -63,6 +66,7 @@ class Args:
     exploration_fraction: float = 0.1  # the fraction of the run over which epsilon falls
     max_grad_norm: float = 10.0  # the norm to which gradients are clipped
     hidden_dim: int = 64  # units of the recurrent layer
+    recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
     share_parameters: bool = True  # one network for all seats, or (--no-share-parameters) one for each
 
 
@@ -76,7 +80,7 @@ import torch.nn.functional as F  # noqa: E402
 import envs  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, load_runner, round_up  # noqa: E402
-from envs.team import Team  # noqa: E402
+from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 FIELDS = ("obs", "avail", "alive", "action", "terminated")  # recorded for learning, besides reward and seat
@@ -87,27 +91,28 @@ def check_args(args):
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size train_frequency hidden_dim learning_rate max_grad_norm",
+        "batch_size train_frequency encounter hidden_dim learning_rate max_grad_norm",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
         non_negative="seed checkpoint_interval log_interval",
     )
-    if args.team != "self" and not args.share_parameters:
-        raise runs.UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
+    runs.check_team_options(args)
     runs.resolve_device(args)
     runs.fill_in_sizes(args)
 
 
 def make_env(args, num_envs, device, purpose):
+    seed, encounters = runs.seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
     try:
-        return envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
+        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
     except ValueError as error:
         raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
 
 
 def make_team(args, env, purpose):
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
+    encounter = 1 if args.keep_memory else args.encounter
     try:
-        return Team(env, args.team, ("learner",), *others, runs.seed_for(args.seed, purpose))
+        return Team(env, args.team, ("learner",), *others, runs.seed_for(args.seed, purpose), encounter=encounter)
     except ValueError as error:
         raise runs.UsageError(f"--team {args.team}: {error}") from None
 
@@ -200,6 +205,7 @@ class Agents(nn.Module):
         super().__init__()
         inputs = env.obs_dim + env.n_actions + env.n_agents
         self.hidden_dim = args.hidden_dim
+        self.recurrence = args.recurrence
         if args.share_parameters:
             self.fc1 = nn.Linear(inputs, args.hidden_dim)
             self.rnn = SharedGRU(args.hidden_dim, args.hidden_dim)
@@ -222,7 +228,10 @@ class Agents(nn.Module):
         last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
         seat = self.seat_one_hot[seat].expand(*obs.shape[:2], -1, -1)
         x = F.relu(self.fc1(torch.cat((obs, last_action, seat), -1)))
-        h = self.rnn(x, h)  # (time, matches, seats, hidden)
+        if self.recurrence:
+            h = self.rnn(x, h)  # (time, matches, seats, hidden)
+        else:
+            h = self.rnn(x.flatten(0, 1).unsqueeze(0), self.init_hidden(*x.flatten(0, 1).shape[:2])).view_as(x)
         return self.fc2(h), h  # (time, matches, seats, actions)
 
 
@@ -435,9 +444,11 @@ if __name__ == "__main__":
     device = runs.set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
-    runs.check_team_reward(args, env)
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
+    if args.tell_who:
+        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
+    runs.check_common_goal(args, env, team)
     learner = Learner(args, env)
     runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats), FIELDS)
     eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.target_agents, eval_team.learner_seats))

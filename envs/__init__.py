@@ -13,36 +13,44 @@ import inspect
 import gymnasium
 import torch
 
+from envs import foraging, predator_prey, stag_hunt
 from envs.battle import Battle
 from envs.battle_data import MAPS
 from envs.coin_game import IDS as COIN_GAMES
 from envs.coin_game import CoinGame
+from envs.foraging import Foraging, is_foraging
 from envs.kuhn import Kuhn
 from envs.matrix_games import GAMES, MatrixGame
+from envs.predator_prey import PredatorPrey, is_tag
 from envs.snowdrift import IDS as SNOWDRIFTS
 from envs.snowdrift import Snowdrift
-from envs.stag_hunt import IDS, StagHunt, is_hunt
+from envs.stag_hunt import StagHunt, is_hunt
 
 __all__ = ["list_ids", "make"]
 
 KINDS = {  # the class of each id; the real game's is imported when it is asked for
     **dict.fromkeys(MAPS, Battle),
-    **dict.fromkeys(IDS, StagHunt),
+    **dict.fromkeys(stag_hunt.IDS, StagHunt),
+    **dict.fromkeys(foraging.IDS, Foraging),
+    **dict.fromkeys(predator_prey.IDS, PredatorPrey),
     "kuhn": Kuhn,
     **dict.fromkeys(GAMES, MatrixGame),
     **dict.fromkeys(COIN_GAMES, CoinGame),
     **dict.fromkeys(SNOWDRIFTS, Snowdrift),
 }
-PATTERN = "stag_hunt_{height}x{width}_{hares}h{stags}s"
+PATTERNS = ("stag_hunt_{height}x{width}_{hares}h{stags}s", foraging.FORM, "simple_tag_{predators}v{prey}")
 
 
 def list_ids():
-    """The ids that `make` takes; it also takes the pattern of the stag hunts."""
+    """The ids that `make` takes; it also takes those of PATTERNS."""
     return [*KINDS, *(f"sc2/{name}" for name in MAPS)]
 
 
-def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, **options):
-    """A batch of `num_envs` matches of one environment; the options are those of its class."""
+def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, **options):
+    """A batch of `num_envs` matches of one environment; the options are those of its class.
+
+    With `encounters` an episode is as many matches in a row; info["encounter"] (num_envs,) tells which one it is.
+    """
     kind = _kind(env_id)
     if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
         raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
@@ -55,7 +63,13 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, **options):
     for name in options:
         if name not in allowed:
             raise ValueError(f"{env_id} has no option {name!r}: one of {', '.join(allowed)}")
-    batch = kind(env_id, num_envs, _device(device, kind), seed, n_agents, **options)
+    if isinstance(encounters, bool) or not isinstance(encounters, int) or not 1 <= encounters <= 10_000:
+        raise ValueError(f"encounters is a whole number from 1 to 10000, not {encounters!r}")
+    if encounters > 1 and not kind.simulated:
+        raise ValueError(f"{env_id} is played match by match: encounters is 1, not {encounters}")
+    batch = kind.__new__(kind)
+    batch.encounters = encounters  # before the tensors and programs are made
+    batch.__init__(env_id, num_envs, _device(device, kind), seed, n_agents, **options)
     if n_agents not in (None, batch.n_agents):
         raise ValueError(f"{env_id} is played by {batch.n_agents} agents, not {n_agents!r}")
     return batch
@@ -67,11 +81,15 @@ def _kind(env_id):
         return KINDS[env_id]
     if isinstance(env_id, str) and is_hunt(env_id):
         return StagHunt
+    if isinstance(env_id, str) and is_foraging(env_id):
+        return Foraging
+    if isinstance(env_id, str) and is_tag(env_id):
+        return PredatorPrey
     if env_id in list_ids():
         from envs.starcraft2 import StarCraft2  # only those who ask for it need its package
 
         return StarCraft2
-    raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())} or {PATTERN}")
+    raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())} or {' or '.join(PATTERNS)}")
 
 
 def _device(name, kind):

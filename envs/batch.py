@@ -7,7 +7,12 @@ has `play` make the programs of four functions of one match: `reset_one`, `step_
 """
 
 import functools
+import math
+import operator
+import os
 from collections import namedtuple
+from numbers import Integral, Real
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -16,15 +21,16 @@ import torch
 from envs import render, vector
 from envs.vector import barrier, scalar
 
-KEY, EPISODE, STEP, STAGE = range(4)  # the fields of a match: match[m, field]
+MATCH = ("key", "episode", "step", "stage")
+KEY, EPISODE, STEP, STAGE = range(len(MATCH))  # the fields of a match: match[m, field]
 RUNNING, OVER, FROZEN = range(3)  # stages; the step after OVER freezes the match
 PLAY, RESTART, LOOK = range(3)  # what a batch can be told to do
 OUTPUTS = ("obs", "state", "avail", "alive", "reward", "terminated", "truncated", "won")
 FINAL = ("final_obs", "final_state", "final_avail")
 HANDS = ("actions", "mask", "policy", "scripted")  # what comes in, and what the scripted policies say
-TENSORS = ("match", *OUTPUTS, *FINAL, *HANDS)  # what the game of every batch has
-# Numbers that every life cycle goes by. idle: the action of a match that is over.
-RULE = ("agents", "actions", "obs_dim", "state_dim", "limit", "autoreset", "idle")
+TENSORS = ("match", "encounter", *OUTPUTS, *FINAL, *HANDS)  # what the game of every batch has
+# Numbers that every life cycle goes by. idle: the action of a match that is over; encounters: matches of an episode.
+RULE = ("agents", "actions", "obs_dim", "state_dim", "limit", "autoreset", "idle", "encounters")
 
 
 # ---- the life cycle of a match, for CPU and CUDA: templates, whose last free names `life_cycle` binds ----
@@ -45,6 +51,8 @@ def _advance(op, m, row, lane, lanes, g, game):
             over = terminated or truncated
             if over:
                 match[row, STAGE] = OVER
+            if over and game.encounter[m] + 1 < rule.encounters:  # the episode goes on with the next match
+                terminated, truncated = False, False
             game.terminated[m], game.truncated[m], game.won[m] = terminated, truncated, won and over
         if freezing:
             freeze_match(m, row, lane, lanes, g, game)
@@ -57,19 +65,22 @@ def _advance(op, m, row, lane, lanes, g, game):
 
 
 def _restart(playing, restarting, m, row, lane, lanes, g, game):
-    """Sets up the next match if asked to, or by autoreset. Returns whether it did."""
+    """Sets up the next match if asked to, within an encounter, or by autoreset. Returns whether it did."""
     rule, match = g.rule, g.match
-    finished = playing and rule.autoreset == 1 and match[row, STAGE] == OVER
-    restarting = restarting or finished
+    over = playing and match[row, STAGE] == OVER
+    goes_on = over and game.encounter[m] + 1 < rule.encounters
+    finished = over and rule.autoreset == 1 and not goes_on
+    restarting = restarting or finished or goes_on
     barrier()
     if finished:
         keep(m, lane, lanes, rule, game)
-    elif restarting:
+    elif restarting and not goes_on:
         for a in range(lane, rule.agents, lanes):
             game.reward[m, a] = 0
         if lane == 0:
             game.terminated[m], game.truncated[m], game.won[m] = False, False, False
     if restarting and lane == 0:
+        game.encounter[m] = game.encounter[m] + 1 if goes_on else 0
         match[row, EPISODE] += 1
         match[row, STEP], match[row, STAGE] = 0, RUNNING
     barrier()
@@ -190,38 +201,100 @@ def _programs(*functions):
     return bind(_program, f"{where}_program", run_match=run_match), bind(_scripted, f"{where}_scripted", **names)
 
 
+# ---- what comes from outside ----
+def whole_seed(seed):
+    try:
+        return operator.index(seed)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"seed is a whole number, not {seed!r}") from None
+
+
+def memory_of(device):
+    """Bytes that a device has, in use or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf"):  # Windows refuses by itself
+        return math.inf
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_flag(name, value):
+    """A ValueError unless the option is True or False; 0 and 1 will do."""
+    if not isinstance(value, (bool, np.bool_)) and not (isinstance(value, int) and value in (0, 1)):
+        raise ValueError(f"{name} is True or False, not {value!r}")
+
+
+def check_number(name, value, least, most):
+    """A ValueError unless the option is a number in this range."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:
+        raise ValueError(f"{name} is a number from {least:g} to {most:g}, not {value!r}")
+
+
+def check_whole_number(name, value, least, most):
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= most:
+        raise ValueError(f"{name} is a whole number from {least} to {most}, not {value!r}")
+
+
+def check_range(values, least, most, called):
+    """A ValueError unless all values are finite and from `least` to `most`, numbers or tensors that broadcast.
+
+    `called(*index)` is what the message calls a value.
+    """
+    least, most = (torch.as_tensor(limit, device=values.device).expand(values.shape) for limit in (least, most))
+    wrong = ~values.isfinite() | (values < least) | (values > most)
+    if wrong.any():
+        index = tuple(wrong.nonzero()[0].tolist())
+        limits = f"{least[index].item():g} to {most[index].item():g}"
+        raise ValueError(f"{called(*index)} is {values[index].item():g}, which is not a number from {limits}")
+
+
 class Batch:
     """`num_envs` matches at a time. What its methods return is overwritten by the next call: clone what you keep."""
 
     policies = ()
     default_others = ()  # the policies that others are drawn from where none are named; empty: all
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
+    encounters = 1  # matches in a row with the same others, which are one episode
     zero_sum = False  # whether all rewards of a step add up to nothing
     ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
+    obs_bound = 1.0  # no number of an observation is larger, or smaller than its negative
+    sides = None  # the side, 0 or 1, of each agent, where there are two with opposing interests
+    learner_side = 0  # whose seats a single learner rotates through, where there are sides
     simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
     passed_on = ()  # options that go to another package as they are
+    ranges: ClassVar = {}  # (least, most) of tensors of the simulation by name: numbers, or tensors that broadcast
 
     def __init__(self, name, num_envs, device, seed, agents, sizes, autoreset, check, simulation):
+        check_flag("autoreset", autoreset)
+        check_flag("check", bool(check) if check is None else check)
         self.name, self.num_envs, self.device, self.agents = name, num_envs, torch.device(device), agents
-        self.n_agents, self.autoreset, self._seed, self._started = len(agents), autoreset, seed, False
-        self.n_actions, self.obs_dim, self.state_dim, self.episode_limit = sizes
-        self.check = num_envs <= 64 and self.device.type == "cpu" if check is None else check
+        self.n_agents, self.autoreset, self._started = len(agents), bool(autoreset), False
+        self._seed = whole_seed(seed)
+        self.n_actions, self.obs_dim, self.state_dim, self.match_limit = sizes
+        self.episode_limit = self.match_limit * self.encounters
+        self.check = num_envs <= 64 and self.device.type == "cpu" if check is None else bool(check)
         modes = gymnasium.vector.AutoresetMode
         self.metadata = {
             "name": name,
             "render_modes": ["rgb_array"],
             "autoreset_mode": modes.SAME_STEP if autoreset else modes.DISABLED,
         }
-        self.single_observation_space = gymnasium.spaces.Box(-1.0, 1.0, (self.n_agents, self.obs_dim), np.float32)
+        shape, bound = (self.n_agents, self.obs_dim), self.obs_bound
+        self.single_observation_space = gymnasium.spaces.Box(-bound, bound, shape, np.float32)
         self.single_action_space = gymnasium.spaces.MultiDiscrete([self.n_actions] * self.n_agents)
 
         def blank(dtype, *shape):
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
+        numbers = num_envs * (self.n_agents * (self.obs_dim + self.n_actions) + self.state_dim)
+        numbers += sum(math.prod(shape) for _, shape in simulation.values())
+        if numbers * 4 > memory_of(self.device):
+            gigabytes = f"{numbers * 4 / 1e9:.3g} GB, and there are {memory_of(self.device) / 1e9:.3g}"
+            raise ValueError(f"num_envs {num_envs}: that many matches of {name} take {gigabytes}")
         number, yes, integer, matches, agents = torch.float32, torch.bool, torch.int64, num_envs, self.n_agents
         self._simulation = {name: blank(dtype, *shape) for name, (dtype, shape) in simulation.items()}
         self._simulation["match"] = blank(integer, matches, 4)
-        self._simulation["match"][:, STAGE] = FROZEN
+        self._simulation["encounter"] = blank(integer, matches)
         kept = matches if autoreset else 0
         self._outputs = {
             "obs": blank(number, matches, agents, self.obs_dim),
@@ -236,12 +309,14 @@ class Batch:
             "final_state": blank(number, kept, self.state_dim),
             "final_avail": blank(yes, kept, agents, self.n_actions),
         }
+        self._simulation["match"][:, STAGE] = FROZEN
         self.actions, self._mask = blank(integer, matches, agents), blank(yes, matches)
         self._policy, self._scripted = blank(integer, matches, agents), blank(integer, matches, agents)
         self._info = {
             key: self._outputs[key] for key in ("state", "avail", "alive", "won", *(FINAL if autoreset else ()))
         }
         self._info["invalid"] = blank(yes, matches)
+        self._info["encounter"] = self._simulation["encounter"]
 
     @functools.cached_property
     def observation_space(self):  # made when asked for: its bounds take twice the memory of the observations
@@ -259,7 +334,7 @@ class Batch:
     def _rule_numbers(self, idle):
         """The numbers of RULE, by name."""
         sizes = (self.n_agents, self.n_actions, self.obs_dim, self.state_dim)
-        return dict(zip(RULE, (*sizes, self.episode_limit, int(self.autoreset), idle)))
+        return dict(zip(RULE, (*sizes, self.match_limit, int(self.autoreset), idle, self.encounters)))
 
     def play(self, functions, game_type, rule_type, idle, tensors=None, lanes=16, **numbers):
         """Plays by `functions`: reset_one, step_one, observe_one, act_one.
@@ -295,6 +370,11 @@ class Batch:
         return self._info
 
     @property
+    def leaving_ends(self):
+        """Whether an agent that leaves has ended its own episode: with rewards of its own, in the only match."""
+        return not self.team_reward and self.encounters == 1
+
+    @property
     def steps(self):
         """How many steps of its match each has played, (num_envs,)."""
         return self._simulation["match"][:, STEP]
@@ -302,10 +382,11 @@ class Batch:
     # ---- playing ----
     def reset(self, seed=None, mask=None):
         """Starts all matches, or those of the mask, anew; with a seed their random streams begin again too."""
+        seed = None if seed is None else whole_seed(seed)
         if mask is None:
             self._mask.fill_(True)
         else:
-            mask = torch.as_tensor(mask, device=self.device)
+            mask = self._given(mask, f"mask is a boolean tensor of shape ({self.num_envs},)")
             if mask.shape != (self.num_envs,) or mask.dtype != torch.bool:
                 given = f"{mask.dtype} {tuple(mask.shape)}"
                 raise ValueError(f"mask is a boolean tensor of shape ({self.num_envs},), not {given}")
@@ -325,11 +406,7 @@ class Batch:
         if not self._started:
             raise RuntimeError("reset() comes before step()")
         if actions is not self.actions:
-            actions = torch.as_tensor(actions)
-            if actions.shape != self.actions.shape or actions.dtype.is_floating_point or actions.dtype == torch.bool:
-                given = f"{actions.dtype} {tuple(actions.shape)}"
-                raise ValueError(f"actions are integers of shape {tuple(self.actions.shape)}, not {given}")
-            self.actions.copy_(actions)
+            self.actions.copy_(self._integers("actions", actions))
         if self.check:
             self._refuse_unavailable()
         self._run(PLAY)
@@ -341,14 +418,17 @@ class Batch:
 
         (num_envs, n_agents) integers, overwritten by the next call. `random` draws anew each step, not each call.
         """
+        if not self._started:
+            raise RuntimeError("reset() comes before scripted_actions()")
         if isinstance(policy, str):
             if policy not in self.policies:
                 raise ValueError(f"unknown policy {policy!r}: one of {', '.join(self.policies)}")
             self._policy.fill_(self.policies.index(policy))
         else:
-            self._policy.copy_(torch.as_tensor(policy))
-            if self.check and not ((self._policy >= 0) & (self._policy < len(self.policies))).all():
+            policy = self._integers("policies", policy)
+            if self.check and not ((policy >= 0) & (policy < len(self.policies))).all():
                 raise ValueError(f"policies are numbered 0 to {len(self.policies) - 1}: {', '.join(self.policies)}")
+            self._policy.copy_(policy)
         self._act()
         return self._scripted
 
@@ -358,15 +438,65 @@ class Batch:
         return {key: tensor.clone() for key, tensor in {**self._simulation, **self._outputs}.items()}
 
     def restore(self, snapshot):
-        """Puts a snapshot back; returns (obs, info) as they were then."""
-        tensors = {**self._simulation, **self._outputs}
-        for key, tensor in tensors.items():
-            if key not in snapshot or snapshot[key].shape != tensor.shape:
-                raise ValueError(f"the snapshot does not fit: {key} should be {tuple(tensor.shape)}")
-        for key, tensor in tensors.items():
-            tensor.copy_(snapshot[key])
+        """Puts a snapshot back; returns (obs, info) as they were then. One that cannot be changes nothing."""
+        self._refuse_snapshot(snapshot)
+        before = self.snapshot()
+        self._put(snapshot)
+        self._run(LOOK)  # what is seen follows from the simulation
+        for key in ("avail", "alive"):
+            wrong = snapshot[key].to(self.device) & ~self._outputs[key]
+            if wrong.any():
+                self._put(before)
+                index = ", ".join(map(str, wrong.nonzero()[0].tolist()))
+                raise ValueError(f"the snapshot does not fit: {key}[{index}] is true, but not in its simulation")
         self._started = True
         return self._outputs["obs"], self._info
+
+    def _put(self, snapshot):
+        for key, tensor in {**self._simulation, **self._outputs}.items():
+            tensor.copy_(snapshot[key])
+
+    def _refuse_snapshot(self, snapshot):
+        if not isinstance(snapshot, dict):
+            raise ValueError(f"a snapshot is a dictionary of tensors, not {type(snapshot).__name__}")
+        for key, like in {**self._simulation, **self._outputs}.items():
+            tensor, wanted = snapshot.get(key), f"{like.dtype} {tuple(like.shape)}"
+            if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+                raise ValueError(f"the snapshot does not fit: {key} should be a tensor {wanted}")
+            if tensor.shape != like.shape or tensor.dtype != like.dtype:
+                given = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise ValueError(f"the snapshot does not fit: {key} should be {wanted}, not {given}")
+            limits = self.ranges.get(key, (-math.inf, math.inf))
+            if key == "match":
+                limits = torch.tensor([[0, -1, 0, RUNNING], [(1 << 63) - 1, 1 << 62, self.episode_limit, FROZEN]])
+            if key == "encounter":
+                limits = (0, self.encounters - 1)
+            if key in self._simulation or tensor.is_floating_point():
+                check_range(tensor, *limits, functools.partial(self._called, key))
+
+    def _called(self, key, *index):
+        """A value of the simulation, in a message."""
+        if key == "match":
+            return f"the {MATCH[index[1]]} of match {index[0]}"
+        return f"{key}[{', '.join(map(str, index))}]"
+
+    def _given(self, values, wanted):
+        """The values as a tensor on the device."""
+        try:
+            tensor = torch.as_tensor(values, device=self.device)
+            if tensor.layout == torch.strided:
+                return tensor
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            pass
+        raise ValueError(f"{wanted}, not {type(values).__name__}") from None
+
+    def _integers(self, name, values):
+        shape = tuple(self.actions.shape)
+        tensor = self._given(values, f"{name} are integers of shape {shape}")
+        whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
+        if tensor.shape != shape or not whole:
+            raise ValueError(f"{name} are integers of shape {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+        return tensor.to(self.actions.dtype)
 
     def __reduce__(self):  # what copy, deepcopy and pickle ask for
         raise TypeError(
@@ -374,20 +504,37 @@ class Batch:
             "with; snapshot() copies the matches, and restore() puts them into a batch made with the same arguments"
         )
 
+    def origin(self, agent, index=0):
+        """What the places in an agent's observation are measured from, where an environment has `places`."""
+        return torch.zeros(2, device=self.device)
+
     def render(self, index=0, size=480, sight=None, goals=None):
         """A picture of match `index`: RGB bytes (height, width, 3), `size` pixels wide and at most as high.
 
         `sight` is an agent, or several, whose sight is shaded. `goals` are predictions to mark, each in the colour of
         its agent: (agent, x, y) in a battle, (agent, row, column) on a grid.
         """
+        check_whole_number("size", size, 16, 8192)
+        for agent in sight if isinstance(sight, (list, tuple, np.ndarray)) else [] if sight is None else [sight]:
+            check_whole_number("sight", agent, 0, self.n_agents - 1)
+        for goal in goals or ():
+            try:
+                agent, *place = (float(number) for number in goal)
+            except (TypeError, ValueError):
+                agent, place = math.nan, ()
+            if agent not in range(self.n_agents) or len(place) != 2 or not all(map(math.isfinite, place)):
+                raise ValueError(f"a goal is an agent, 0 to {self.n_agents - 1}, and two coordinates, not {goal!r}")
         return render.draw(self.scene(index), size, sight, goals)
+
+    def _check_index(self, index):
+        check_whole_number("index", index, 0, self.num_envs - 1)
 
     def close(self):
         pass
 
     def _seed_matches(self, seed, mask):
         match = self._simulation["match"]
-        high, low = (int(word) for word in np.random.SeedSequence(int(seed) % (1 << 63)).generate_state(2))
+        high, low = (int(word) for word in np.random.SeedSequence(seed % (1 << 63)).generate_state(2))
         numbers = torch.arange(self.num_envs, device=self.device)
         keys = ((high >> 1) << 32) | ((low + numbers * 0x9E3779B9) & 0xFFFFFFFF)  # no two matches of a batch alike
         chosen = slice(None) if mask is None else mask

@@ -10,21 +10,29 @@ Here the rules become a program (see envs/vector.py, and `life_cycle` in envs/ba
 matches with options. docs/battles.md has the rules in words.
 """
 
+import math
+
 import numpy as np
 import torch
 
 from envs import paths, vector
-from envs.batch import LOOK, STEP, Batch, life_cycle
-from envs.battle_data import MAPS, TERRAINS, TYPES
+from envs.batch import LOOK, STEP, Batch, check_flag, check_number, check_range, life_cycle
+from envs.battle_data import MAPS, TERRAINS, TYPES, Map
 from envs.battle_observations import POINTS, observe_match
 from envs.battle_policies import POLICIES, act_here
 from envs.battle_rules import (
     ATTACK,
     BEFORE,
     COOLDOWN,
+    DETOUR,
+    DETOUR_LOOPS,
     ENERGY,
+    ENERGY_MAX,
+    ENGAGE,
     F32,
+    FIGHT,
     FLIES,
+    FUSE,
     HEALS,
     HEALTH,
     HURT_AT,
@@ -37,13 +45,20 @@ from envs.battle_rules import (
     NEXT_X,
     NO_OP,
     NORTH,
+    ORDER,
+    PROVOKED,
     REAL,
     SHIELD,
+    SHOOTER,
+    SHOT,
     SIGHT,
     SPEED,
     SPLASH,
     STAT,
+    STAY,
     STOP,
+    SWEPT,
+    TARGET,
     WHOLE,
     ZERO,
     Game,
@@ -127,10 +142,34 @@ def score_here(op, m, lane, lanes, rule, game):
         game.reward[m, 0] = battle_reward(m, world_in_place(rule, game)) / rule.scale
 
 
+FLAGS = ("auto_allies", "obs_last_action", "obs_pathing_grid", "obs_terrain_height", "obs_timestep_number",
+         "obs_instead_of_state", "state_last_action", "state_timestep_number", "reward_sparse", "reward_only_positive",
+         "reward_scale")  # fmt: skip
+REWARDS = ("reward_death_value", "reward_win", "reward_defeat", "reward_negative_scale")
+MOST_REWARD = 1e6
+
+
+def ranges_of(rule, stat):
+    """The least and most of a unit's fields: real and whole, each (fields, 1, units)."""
+    real, whole = (torch.zeros(2, len(names), 1, rule.units, dtype=torch.float32) for names in (REAL, WHOLE))
+    real[0], real[1] = -math.inf, math.inf
+    for field, most in ((X, rule.width), (Y, rule.height), (HEALTH, stat[MAX_HEALTH]), (ENERGY, ENERGY_MAX)):
+        real[0, field], real[1, field] = 0, torch.as_tensor(most)
+    shield = torch.as_tensor(stat[MAX_SHIELD])
+    real[0, SHIELD], real[1, SHIELD] = 0, torch.where(shield > 0, shield, math.inf)  # without one nobody sees it
+    limits = {TARGET: (-1, rule.units - 1), ORDER: (STAY, FIGHT), PROVOKED: (0, 1), SHOOTER: (-1, rule.units - 1),
+              FUSE: (0, 1), DETOUR: (-DETOUR_LOOPS, DETOUR_LOOPS), LAST_ACTION: (-1, rule.actions - 1),
+              SHOT: (SWEPT, rule.units)}  # fmt: skip
+    for field, (least, most) in limits.items():
+        whole[0, field], whole[1, field] = least, most
+    return {"real": tuple(real), "whole": tuple(whole)}
+
+
 class Battle(Batch):
     """Matches on one map. docs/battles.md describes the rules and the options; envs.make builds one."""
 
     policies = POLICIES
+    default_others = ("nearest", "weakest", "kite")
     hit_distance = 1.0  # how near a predicted place must be to count as right
 
     def __init__(
@@ -161,6 +200,14 @@ class Battle(Batch):
         reward_scale=True,
         reward_scale_rate=20.0,
     ):
+        given = locals()
+        for option in FLAGS:
+            check_flag(option, given[option])
+        for option in REWARDS:
+            check_number(option, given[option], -MOST_REWARD, MOST_REWARD)
+        check_number("reward_scale_rate", reward_scale_rate, 1 / MOST_REWARD, MOST_REWARD)
+        if not (map_spec is None or isinstance(map_spec, Map)):
+            raise ValueError(f"map_spec is a Map of envs/battle_data.py, not {map_spec!r}")
         spec = map_spec or MAPS[name]
         ground = paths.read_terrain(TERRAINS[spec.terrain])
         waypoints = paths.waypoints(TERRAINS[spec.terrain])
@@ -195,6 +242,9 @@ class Battle(Batch):
 
         full = stat[MAX_HEALTH, allies:].sum() + stat[MAX_SHIELD, allies:].sum()
         best = reward_death_value * enemies + reward_win + full
+        if reward_scale and not best >= 1:
+            rewards = f"reward_death_value {reward_death_value} and reward_win {reward_win}"
+            raise ValueError(f"with {rewards} the best return, to scale by, is {best:g}: it has to be 1 or more")
         rule = Rule(
             **self._rule_numbers(NO_OP), allies=allies, units=len(kinds), width=ground.shape[1], height=ground.shape[0],
             auto_allies=int(auto_allies), medivacs_do_not_count=int(spec.types == "MMM"),
@@ -212,6 +262,7 @@ class Battle(Batch):
             friend_width=friend_width, self_at=self_at, state_units=state_units,
         )  # fmt: skip
         self._rule = rule
+        self.ranges = ranges_of(rule, stat)
         constant = {
             "stat": stat,
             "line": np.zeros((1, 1), np.float32),  # CUDA has a line in shared memory for each match
@@ -236,14 +287,17 @@ class Battle(Batch):
             raise RuntimeError("reset() comes before set_units()")
         real, whole = self._simulation["real"], self._simulation["whole"]
         fields = {X: x, Y: y, HEALTH: health, SHIELD: shield, COOLDOWN: cooldown, ENERGY: energy}
+        agents, given = whole[LAST_ACTION, :, : self.n_agents], {}
         for field, values in fields.items():
             if values is not None:
-                real[field] = self._fitting(REAL[field].lower(), values, real[field])
+                limits = (limit[field] for limit in self.ranges["real"])
+                given[field] = self._fitting(REAL[field].lower(), values, real[field], *limits)
+        if last_action is not None:
+            agents[:] = self._fitting("last_action", last_action, agents, -1, self.n_actions - 1)
+        for field, values in given.items():
+            real[field] = values
         if health is not None or shield is not None:
             real[HURT_AT] = (self._simulation["match"][:, STEP] * LOOPS).unsqueeze(1).to(real.dtype)
-        if last_action is not None:
-            agents = whole[LAST_ACTION, :, : self.n_agents]
-            agents[:] = self._fitting("last_action", last_action, agents)
         self._run(LOOK)
         return self._outputs["obs"], self._info
 
@@ -274,8 +328,13 @@ class Battle(Batch):
         both = torch.cat((enemies[..., 1:5], friends[..., 1:5]), -2)  # distance, x, y, health
         return both[..., 1:3] * float(SIGHT), both[..., 3] > 0
 
+    def origin(self, agent, index=0):
+        """The agent's own place, from which those in its observation are measured."""
+        return torch.stack([self.units()[axis][index, agent] for axis in ("x", "y")])
+
     def scene(self, index=0):
         """One match as it stands, in plain words and numbers, to be drawn."""
+        self._check_index(index)
         real, whole = (self._simulation[name][:, index].cpu().numpy() for name in ("real", "whole"))
         stat, match = self._constant["stat"].cpu().numpy(), self._simulation["match"][index].tolist()
         terminated, won = bool(self._outputs["terminated"][index]), bool(self._outputs["won"][index])
@@ -284,8 +343,26 @@ class Battle(Batch):
             self.name, self.episode_limit, ground, kinds, self.n_agents, real, whole, stat, match, terminated, won
         )
 
-    def _fitting(self, name, values, like):
-        values = torch.as_tensor(values, device=self.device)
+    def _fitting(self, name, values, like, least=-math.inf, most=math.inf):
+        values = self._given(values, f"{name} has shape {tuple(like.shape)}").detach()
         if values.shape != like.shape:
             raise ValueError(f"{name} has shape {tuple(like.shape)}, not {tuple(values.shape)}")
+        if values.is_complex():
+            raise ValueError(f"{name} has real numbers, not {values.dtype}")
+        check_range(values, least, most, lambda m, u: f"{name} of match {m}, unit {u}")
         return values.to(like.dtype)
+
+    def _refuse_snapshot(self, snapshot):
+        super()._refuse_snapshot(snapshot)
+        aimless = (snapshot["whole"][ORDER] == ENGAGE) & (snapshot["whole"][TARGET] < 0)
+        if aimless.any():
+            m, u = aimless.nonzero()[0].tolist()
+            raise ValueError(
+                f"target of match {m}, unit {u} is -1, but its order is to engage it: 0 to {self._rule.units - 1}"
+            )
+
+    def _called(self, key, *index):
+        if key in ("real", "whole"):
+            field, m, u = index
+            return f"{(REAL if key == 'real' else WHOLE)[field].lower()} of match {m}, unit {u}"
+        return super()._called(key, *index)

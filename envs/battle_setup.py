@@ -9,6 +9,7 @@ from envs.battle_data import TYPES, UNITS
 
 LOOPS_PER_SECOND = 16
 SCAN_AT_LEAST, UNLIMITED = 5.0, 1e9  # how far the enemy looks for targets
+MOST_AGENTS = 100
 SPAWN_SHIFT = 0.1  # a group's place varies by this much on each axis
 
 
@@ -61,6 +62,8 @@ def resize(spec, n_agents, name):
         raise ValueError(f"n_agents is a whole number, not {n_agents!r}")
     allies, enemies = [list(group) for group in spec.allies], [list(group) for group in spec.enemies]
     own = sum(count for count, _, _ in allies)
+    if n_agents is not None and n_agents > MOST_AGENTS:
+        raise ValueError(f"n_agents is at most {MOST_AGENTS}, not {n_agents}")
     extra = 0 if n_agents is None else n_agents - own
     if extra == 0:
         return allies, enemies

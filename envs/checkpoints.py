@@ -72,6 +72,8 @@ def read_run(folder):
         value = saved["args"].get(name, "")
         if not isinstance(value, str) or ".." in value or "\0" in value or "\\" in value or value.startswith("/"):
             raise ValueError(f"{path}: {name} is a name without a path, not {_short(value)}")
+    if saved["args"].get("env_id", saved["env_id"]) != saved["env_id"]:
+        raise ValueError(f"{path} is damaged: it is of {saved['env_id']}, but its arguments are not")
     if not isinstance(saved.get("resume"), (str, types.NoneType)) or "/" in (saved.get("resume") or ""):
         raise ValueError(f"{path}: resume is the name of a file, not {_short(saved['resume'])}")
     for network, weights in saved["networks"].items():

@@ -117,6 +117,9 @@ class SideStream:
 
 class EpisodeRunner:
     def __init__(self, env, team, player, fields=()):
+        fields = [*fields, *["encounter"] * (env.encounters > 1 and "encounter" not in fields)]
+        self.rounds = 0
+        self.match_returns = {}  # by the number of a match in its encounter, of the last evaluation
         self.env = env
         self.team = team
         self.player = player
@@ -132,6 +135,7 @@ class EpisodeRunner:
         self.last_action = torch.zeros_like(env.actions)
         self.running = torch.zeros_like(env.terminated)
         self.lengths = torch.zeros_like(env.actions[:, 0])
+        self.team_last_action = torch.zeros_like(env.actions) if env.encounters > 1 else self.last_action
         self.play_chunk = Graphed(self._play_chunk, env.device) if env.simulated else self._play_chunk
         if env.simulated:
             env.reset()  # so that a snapshot has its random streams
@@ -165,7 +169,8 @@ class EpisodeRunner:
             seat=self.team.learner_seats,
         )
         action = self.player.act(inputs, self.epsilon)
-        return self.last_action.copy_(self.team.joint_action(action, self.last_action))
+        action = self.team.joint_action(action, self.team_last_action)
+        return self.last_action.copy_(action)
 
     @torch.no_grad()
     def _play_chunk(self):
@@ -173,7 +178,11 @@ class EpisodeRunner:
             if not self.env.simulated:
                 self.check_stop()
             action = self.act()
+            encounter = self.env.info["encounter"].clone() if self.env.encounters > 1 else None
             obs, reward, terminated, truncated, info = self.env.step(action)
+            if encounter is not None:  # the others start anew in every match
+                new_match = (info["encounter"] != encounter).unsqueeze(1)
+                self.team_last_action.copy_(torch.where(new_match, -1, action))
             fields = self._fields(action=action, reward=reward, terminated=terminated, obs=obs, **info)
             self._record(self.chunk, row, fields | self.outputs)
             self.lengths += self.running
@@ -199,13 +208,16 @@ class EpisodeRunner:
             self.env.while_waiting = None
 
     def _play(self, epsilon):
-        self.team.draw()
+        if self.rounds % self.team.encounter == 0:
+            self.team.draw()
+        self.rounds += 1
         obs, info = self.env.reset()
         self.running.fill_(True)
         self.player.reset(self.running)
         self.lengths.zero_()
         self.episodes["reward"].zero_()
         self.last_action.fill_(-1)
+        self.team_last_action.fill_(-1)
         self.epsilon.fill_(epsilon)
         self._record(self.episodes, 0, self._fields(obs=obs, **info))
         for t in range(0, self.env.episode_limit, CHUNK):
@@ -238,17 +250,30 @@ class EpisodeRunner:
 
     def evaluate(self, count):
         """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones."""
-        results = []
+        results, by_match = [], {}
         played = 0
         while played < count:
             *numbers, valid = self.play()
             results.append([tensor[valid].cpu() for tensor in numbers])
             played += len(results[-1][0])
+            for number, returns in self._returns_by_match(valid):
+                by_match.setdefault(f"return_{number}", []).append(returns)
+        self.match_returns = {name: sum(means) / len(means) for name, means in sorted(by_match.items())}
         return [torch.cat(tensors)[:count] for tensors in zip(*results)]
+
+    def _returns_by_match(self, valid):
+        """(number of a match in its encounter, mean return) of the last round; nothing without encounters."""
+        reward = self.episodes["reward"][:, valid].mean(-1)  # (rows, matches)
+        if self.team.encounter > 1:
+            yield (self.rounds - 1) % self.team.encounter + 1, reward.sum(0).mean().item()
+        elif self.env.encounters > 1:
+            encounter = self.episodes["encounter"][:, valid]  # of a row, as its observation; so is its reward's
+            for number in range(self.env.encounters):
+                yield number + 1, torch.where(encounter == number, reward, 0.0).sum(0).mean().item()
 
     def policy(self, obs=None, info=None):
         """Greedy play, step by step, for a caller that steps the environment: joint actions (matches, n_agents)."""
-        starting = self.env.steps == 0
+        starting = (self.env.steps == 0) & (self.env.info["encounter"] == 0)
         if starting.all():
             self.team.draw()
         self.player.reset(starting)
@@ -269,10 +294,11 @@ class EpisodeRunner:
         return episodes | {"lengths": lengths, "policy_id": self.team.policy_id[matches]}
 
     def state_dict(self):
-        return {"matches": self.env.snapshot() if self.env.simulated else None, "rounds": self.team.rounds}
+        matches = self.env.snapshot() if self.env.simulated else None
+        return {"matches": matches, "rounds": self.rounds, "team_rounds": self.team.rounds}
 
     def load_state_dict(self, state):
-        self.team.rounds = state["rounds"]
+        self.rounds, self.team.rounds = state["rounds"], state["team_rounds"]
         if state["matches"] is not None:
             self.env.restore(state["matches"])
 

@@ -9,6 +9,7 @@ and `won`. All random numbers follow from the seed of `reset`, and match i is th
 so that `make` plays match 0 of `make_vec`.
 """
 
+import contextlib
 from typing import ClassVar
 
 import gymnasium
@@ -20,8 +21,6 @@ from gymnasium.vector.utils import batch_space
 
 import envs
 
-ROSTER = ("nearest", "weakest", "kite")  # where there are policies of these names, and no others are asked for
-
 
 class Matches:
     """What both environments below share: a batch in which one seat of each match is played from outside."""
@@ -29,7 +28,7 @@ class Matches:
     def __init__(self, env_id, num_envs, others, seat, options):
         self.batch = batch = envs.make(env_id, num_envs, device="cpu", seed=0, autoreset=False, check=False, **options)
         if others is None:
-            others = ROSTER if set(ROSTER) <= set(batch.policies) else batch.default_others or batch.policies
+            others = batch.default_others or batch.policies
         if isinstance(others, str) or not others or not set(others) <= set(batch.policies):
             raise ValueError(f"others is a tuple of some of {', '.join(batch.policies)}, not {others!r}")
         if seat != "random" and seat not in range(batch.n_agents):
@@ -58,14 +57,22 @@ class Matches:
         return self._own(obs).numpy(), self._shown(info)
 
     def step(self, actions):
+        actions = self._whole(actions)
         played = self.batch.scripted_actions(self.policy)
-        played[self.rows, self.seat] = torch.as_tensor(actions, dtype=torch.int64)
+        played[self.rows, self.seat] = actions
         obs, reward, terminated, truncated, info = self.batch.step(played)
         if not self.batch.team_reward:  # those who share in the team's reward stay to the end, dead or not
             terminated = terminated | ~self._own(info["alive"])
         truncated = truncated & ~terminated
         reward = self._own(reward).double()  # as Gymnasium's own vector environments have it
         return self._own(obs).numpy(), reward.numpy(), terminated.numpy().copy(), truncated.numpy(), self._shown(info)
+
+    def _whole(self, actions):
+        with contextlib.suppress(TypeError, ValueError):
+            array = np.asarray(actions)
+            if array.shape == (self.batch.num_envs,) and array.dtype.kind in "iu":
+                return torch.as_tensor(array.astype(np.int64))
+        raise ValueError(f"actions are integers of shape ({self.batch.num_envs},), not {actions!r}")
 
     def _own(self, tensor):
         """A copy of what belongs to the learners."""

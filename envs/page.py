@@ -11,6 +11,7 @@ from envs import render
 MOVING = {  # what changes about a unit or hunter from frame to frame
     "units": ("x", "y", "health", "shield"),
     "hunters": ("row", "col", "alive", "action", "return", "x", "y", "size"),
+    "agents": ("x", "y", "vx", "vy", "touching", "return"),
 }
 
 
@@ -44,7 +45,8 @@ def _look(units):
         "colours": render.COLOURS,
         "kinds": kinds,
         "hunters": [paint(fill) for fill in render.COLOURS["hunters"]],
-        "hare_rim": render.rim_of(render.COLOURS["hare"]),
+        "rims": {kind: render.rim_of(render.COLOURS[kind]) for kind in ("hare", "food")},
+        "tag": {kind: paint(render.COLOURS[kind]) for kind in ("predator", "prey")},
     }
 
 
@@ -66,6 +68,8 @@ def _placed(scene):
     """The scene with what the page need not work out: the part of the map to show, or places within cells."""
     if scene["game"] == "battle":
         return {**scene, "view": render.view_of(scene["ground"], scene["width"], scene["height"])}
+    if scene["game"] == "tag":
+        return scene
     prey, hunters = (
         [{**thing, **dict(zip(("x", "y", "size"), place or (None,) * 3))} for thing, place in zip(scene[group], places)]
         for group, places in zip(("prey", "hunters"), render.places_in_cells(scene))
@@ -74,4 +78,4 @@ def _placed(scene):
 
 
 def _short(value):
-    return round(value, 2) if isinstance(value, float) else value
+    return round(value, 3) if isinstance(value, float) else value

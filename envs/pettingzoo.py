@@ -57,6 +57,10 @@ class parallel_env(ParallelEnv, EzPickle):
         return self._observations(obs), {agent: {"won": False} for agent in self.agents}
 
     def step(self, actions):
+        for agent in self.agents:
+            if agent not in actions or not isinstance(actions[agent], (int, np.integer)):
+                given = actions.get(agent, "nothing")
+                raise ValueError(f"the action of {agent} is one of 0 to {self._batch.n_actions - 1}, not {given!r}")
         for a, agent in enumerate(self.possible_agents):
             self._batch.actions[0, a] = int(actions[agent]) if agent in self.agents else 0
         obs, reward, terminated, truncated, info = self._batch.step(self._batch.actions)

@@ -66,11 +66,8 @@ def predicted_places(env, seat, predicted_obs, obs):
     """
     if not hasattr(env, "places"):
         return []
-    places = env.places(predicted_obs)[0][0, 0]
+    places = env.places(predicted_obs)[0][0, 0] + env.origin(seat)
     visible = env.places(obs)[1][0, 0]
-    if hasattr(env, "units"):  # places are relative to the agent
-        units = env.units()
-        places = places + torch.stack((units["x"][0, seat], units["y"][0, seat]))
     return [(seat, *place) for place, seen in zip(places.tolist(), visible.tolist()) if seen]
 
 

@@ -25,9 +25,13 @@ COLOURS = {
     "empty": "#b9b4a8",
     "hunters": ["#2f6cb5", "#e8833a", "#1f9e77", "#b5559b", "#5ab4ee", "#8a6d3b", "#d9b400", "#4b4f57"],
     "obstacle": "#7a7f87",
+    "predator": "#d9603b",
+    "prey": "#1f9e77",
     "stag": "#7b5535",
     "hare": "#c9b296",
     "drift": "#a9c9e8",
+    "food": "#c8453b",
+    "leaf": "#4f8f3a",
     "light": "#ffffff",
 }
 KINDS = {  # a letter, and how much lighter (or, below zero, darker) than its side's colour
@@ -56,7 +60,7 @@ def draw(scene, size=480, sight=None, goals=None):
     """
     seers = [] if sight is None else list(np.atleast_1d(sight))
     goals = [(int(agent), float(first), float(second)) for agent, first, second in goals or ()]
-    image = {"battle": _battle, "hunt": _hunt}[scene["game"]](scene, size * FINE, seers, goals)
+    image = {"battle": _battle, "hunt": _hunt, "tag": _tag}[scene["game"]](scene, size * FINE, seers, goals)
     return np.array(image.reduce(FINE))
 
 
@@ -88,6 +92,11 @@ def rim_of(fill):
 def fallen(fill):
     """The colour of the cross where a unit died."""
     return mixed(fill, COLOURS["ground"]["."], 0.55)
+
+
+@functools.lru_cache
+def pale(fill):
+    return mixed(fill, COLOURS["light"], 0.6)
 
 
 def hunter_colour(hunter):
@@ -328,19 +337,24 @@ def _hunt(scene, size, seers, goals):
         middle = view.left + (column + 0.5) * unit, view.top + (row + 0.5) * unit
         pen.text(middle, text, COLOURS["ink"], _font(unit / max(3, 0.8 * len(text))), anchor="mm")
     for prey, (x, y, radius) in zip(scene["prey"], prey_places):
-        PIECES[prey["kind"]](pen, view.left + x * unit, view.top + y * unit, radius * unit)
+        x, y, radius = view.left + x * unit, view.top + y * unit, radius * unit
+        PIECES[prey["kind"]](pen, x, y, radius)
+        if "level" in prey:
+            pen.text((x, y + 0.15 * radius), str(prey["level"]), COLOURS["light"], _font(0.9 * radius), anchor="mm")
     for i, place in enumerate(hunter_places):
         if place:
             x, y, radius = view.left + place[0] * unit, view.top + place[1] * unit, place[2] * unit
             _deed(pen, x, y, radius, scene["hunters"][i]["action"], hunter_colour(i))
             _paste_token(image, x, y, 0.8 * radius, hunter_colour(i), str(i))
+            if "level" in scene["hunters"][i]:
+                _level(pen, x, y, radius, scene["hunters"][i]["level"], hunter_colour(i))
     for agent, row, column in goals:
         if hunter_places[agent]:
             x, y, _ = hunter_places[agent]
             end = view.left + (column + 0.5) * unit, view.top + (row + 0.5) * unit
             _goal(pen, (view.left + x * unit, view.top + y * unit), end, 0.42 * unit, hunter_colour(agent))
     _header(pen, scene)
-    _returns(image, pen, scene, size)
+    _returns(image, pen, scene["hunters"], map(hunter_colour, range(len(scene["hunters"]))), size)
     return image
 
 
@@ -374,30 +388,84 @@ def _drift(pen, x, y, radius):
         _disc(pen, x + dx * radius, y + dy * radius, part * radius, fill=COLOURS["drift"])
 
 
-PIECES = {"stag": _stag, "hare": _hare, "drift": _drift}
+def _food(pen, x, y, radius):
+    """An apple."""
+    stalk = max(2, round(0.13 * radius))
+    pen.line((x, y - 0.5 * radius, x + 0.12 * radius, y - 0.95 * radius), COLOURS["stag"], stalk)
+    pen.ellipse((x + 0.1 * radius, y - 0.95 * radius, x + 0.7 * radius, y - 0.6 * radius), COLOURS["leaf"])
+    _disc(pen, x, y + 0.15 * radius, 0.75 * radius, fill=COLOURS["food"], outline=rim_of(COLOURS["food"]), width=FINE)
+
+
+def _level(pen, x, y, radius, level, colour):
+    """A player's level, at its upper right."""
+    x, y = x + 0.72 * radius, y - 0.72 * radius
+    _disc(pen, x, y, 0.42 * radius, fill=COLOURS["light"], outline=colour, width=FINE)
+    pen.text((x, y), str(level), COLOURS["ink"], _font(0.6 * radius), anchor="mm")
+
+
+PIECES = {"stag": _stag, "hare": _hare, "drift": _drift, "food": _food}
 PIECES |= {f"coin_{owner}": functools.partial(_coin, owner) for owner in range(2)}
 STEPS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 
 
 def _deed(pen, x, y, radius, action, colour):
-    """What a hunter did last: a point the way it went, a ring if it hunts."""
+    """What a hunter did last: a point the way it went, a ring if it hunts or loads."""
     if action in STEPS:
         dx, dy = STEPS[action]
         tip, base, half = 1.12 * radius, 0.7 * radius, 0.4 * radius
         corners = [(x + dx * tip, y + dy * tip)]
         corners += [(x + dx * base + dy * half * s, y + dy * base + dx * half * s) for s in (-1, 1)]
         pen.polygon(corners, colour)
-    elif action.startswith(("hunt", "remove")):
+    elif action == "load" or action.startswith(("hunt", "remove")):
         _disc(pen, x, y, 1.08 * radius, outline=colour, width=FINE)
 
 
-def _returns(image, pen, scene, size):
-    """Below the grid, what each hunter has got; those who have left are pale."""
+def _returns(image, pen, agents, colours, size):
+    """Below the field, what each agent has got; those who have left are pale."""
     middle, font = image.height - FOOTER * FINE / 2, _font(12 * FINE)
-    share = size / len(scene["hunters"])
-    for i, hunter in enumerate(scene["hunters"]):
-        colour = hunter_colour(i) if hunter["alive"] else mixed(hunter_colour(i), COLOURS["light"], 0.6)
+    share = size / len(agents)
+    for i, (agent, colour) in enumerate(zip(agents, colours)):
         x = (i + 0.5) * share - 16 * FINE
-        _paste_token(image, x, middle, 8 * FINE, colour, str(i))
-        ink = COLOURS["ink"] if hunter["alive"] else COLOURS["quiet"]
-        pen.text((x + 13 * FINE, middle), f"{hunter['return']:.1f}", ink, font, anchor="lm")
+        _paste_token(image, x, middle, 8 * FINE, colour if agent["alive"] else pale(colour), str(i))
+        ink = COLOURS["ink"] if agent["alive"] else COLOURS["quiet"]
+        pen.text((x + 13 * FINE, middle), f"{agent['return']:.2f}", ink, font, anchor="lm")
+
+
+# ---- predators and prey ----
+def _tag(scene, size, seers, goals):
+    bars, half = (HEADER + FOOTER) * FINE, scene["width"] / 2
+    unit = (size - bars) / scene["height"]
+    left, top = (size - scene["width"] * unit) / 2, HEADER * FINE
+    image = Image.new("RGB", (size, size), COLOURS["light"])
+    pen = ImageDraw.Draw(image, "RGBA")
+    agents = scene["agents"]
+    colours = [COLOURS[agent["kind"]] for agent in agents]
+
+    def place(x, y):  # who is beyond the picture is drawn at its edge
+        x, y = (min(max(value, -half), half) for value in (x, y))
+        return left + (x + half) * unit, top + (half - y) * unit
+
+    def square(middle, reach):
+        (x, y), corner = middle, half if reach is None else reach
+        return [place(x - corner, y + corner), place(x + corner, y - corner)]
+
+    pen.rectangle(square((0, 0), half), fill=COLOURS["ground"]["#"])
+    pen.rectangle(square((0, 0), scene["edge"]), COLOURS["ground"]["."], COLOURS["edge"], 2 * FINE)
+    for i in seers:
+        agent = agents[i]
+        middle, reach = ((0, 0), half) if not agent["sight"] else ((agent["x"], agent["y"]), agent["sight"])
+        pen.rectangle(square(middle, reach), _clear(colours[i], 28), _clear(colours[i], 115), FINE)
+    for obstacle in scene["obstacles"]:
+        _disc(pen, *place(obstacle["x"], obstacle["y"]), obstacle["radius"] * unit, fill=COLOURS["obstacle"])
+    for i, (agent, colour) in enumerate(zip(agents, colours)):
+        (x, y), radius = place(agent["x"], agent["y"]), agent["radius"] * unit
+        if agent["touching"]:
+            _disc(pen, x, y, radius + 4 * FINE, outline=COLOURS["ink"], width=FINE)
+        ahead = place(agent["x"] + 0.2 * agent["vx"], agent["y"] + 0.2 * agent["vy"])  # where two steps lead
+        pen.line(((x, y), ahead), rim_of(colour), 2 * FINE)
+        _paste_token(image, x, y, radius, colour, str(i))
+    for i, x, y in goals:
+        _goal(pen, place(agents[i]["x"], agents[i]["y"]), place(x, y), 0.06 * unit, colours[i])
+    _header(pen, scene)
+    _returns(image, pen, agents, colours, size)
+    return image

@@ -75,7 +75,7 @@ def exit_on_signals():
 
 
 def _signal_at_eof():
-    while sys.stdin.buffer.read(1024):
+    while os.read(sys.stdin.fileno(), 1024):  # sys.stdin itself would be locked when the program ends
         pass
     _thread.interrupt_main(signal.SIGTERM)
 
@@ -172,22 +172,37 @@ def resolve_device(args):
         args.cuda = False
 
 
-def check_team_reward(args, env):
-    """For scripts that maximise the sum of the learner's rewards: says so, or rejects a game where it is always 0."""
-    if env.zero_sum and args.team == "self":
-        raise SystemExit(
-            f"--env-id {args.env_id}: the rewards add up to zero, so a team of all players has nothing to learn; "
-            "iql.py plays against itself, and --team scripted is one learner against scripted others"
-        )
-    if not env.team_reward:
-        print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
-
-
 def fill_in(args, defaults):
     """Sets the arguments that were not given."""
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+
+
+def check_team_options(args):
+    """Rejects options that do not go together."""
+    if args.team != "self" and not getattr(args, "share_parameters", True):
+        raise UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
+    if args.tell_who and args.team == "self":
+        raise UsageError("--tell-who is for a learner among others: with --team self there are none to tell of")
+    if args.tell_who and args.capture_video:
+        raise UsageError("--tell-who has no video: what such a learner is told is known in its own run only")
+    if args.keep_memory and args.encounter == 1:
+        raise UsageError("--keep-memory is for encounters of several matches: --encounter says how many")
+
+
+def check_common_goal(args, env, team):
+    """For scripts whose learners share a value: rejects learners on opposite sides, and says what is maximised."""
+    if team.is_opposed():
+        example = f"{env.sides.count(0)}learner{env.sides.count(1)}{env.policies[0]}"
+        raise UsageError(f"--team {args.team}: {args.env_id} has two sides, of which one can learn: --team {example}")
+    if env.zero_sum and args.team == "self":
+        raise UsageError(
+            f"--env-id {args.env_id}: the rewards add up to zero, so a team of all players has nothing to learn; "
+            "iql.py plays against itself, and --team scripted is one learner against scripted others"
+        )
+    if not env.team_reward:
+        print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
 
 
 def fill_in_sizes(args):
@@ -601,13 +616,20 @@ class Run:
 
     def log_evaluation(self, returns, lengths, won, **groups):
         """Logs the results of EpisodeRunner.evaluate, and further metrics, a dictionary for each group."""
+        groups |= self._encounters()
         result = {"win_rate": won.float().mean().item(), "episodic_return": returns.mean().item()}
         for group, metrics in {"eval": result, **groups}.items():
             self.log({f"{group}/{name}": value for name, value in metrics.items()})
         self.progress["evals"].append({"steps": self.steps, "seconds": time.time() - self.started, **result})
 
+    def _encounters(self):
+        """The mean returns by the number of a match in its encounter, if there are encounters."""
+        found = getattr(self.state.get("eval_runner"), "match_returns", {})
+        return {"encounter": found} if found else {}
+
     def finish(self, returns, lengths, won, **groups):
         """Writes the last checkpoint and results.json, and prints a summary; parameters as in log_evaluation."""
+        groups |= self._encounters()
         self.progress |= {"seconds": time.time() - self.started, "complete": True}
         saved = self.save()
         final = {
@@ -701,6 +723,7 @@ class Run:
             if self.resume_file is not None:
                 self._restore_exactly(self.folder / self.resume_file)
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+            self.lock.release()
             raise UsageError(f"--resume {self.folder} does not fit or is damaged: {error}") from None
 
     def _restore_exactly(self, path):

@@ -4,14 +4,14 @@ One match is scalar code on arrays indexed by match m and hunter a. Hunters and 
 row; GONE is no cell. docs/stag_hunt.md has the rules in words.
 """
 
-import math
 import re
 from collections import namedtuple
+from numbers import Real
 
 import numpy as np
 import torch
 
-from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
+from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, check_flag
 from envs.vector import draw, scalar
 
 UP, DOWN, LEFT, RIGHT, STAY, HUNT_STAG, HUNT_HARE = range(7)
@@ -22,6 +22,8 @@ NS, NH, RAND, SWITCH, FOLLOW = range(len(POLICIES))  # to the nearest stag, to t
 PATIENCE = 8  # steps for which FOLLOW waits for another
 SHORTEST, LONGEST = 3, 8  # steps for which SWITCH keeps its mind
 GONE = -1
+LEAST, MOST = 1e-6, 1_000_000  # of rewards, strengths and limits: float32 has room for their products
+MOST_HUNTERS = 64
 FREE, OBSTACLE = range(2)
 DRAWS, TRIES = 16, 64  # of a whole map, and of a piece on it; a piece that finds no place by then is left out
 FOR_PIECE, FOR_HUNTER, FOR_PREY, FOR_ACTION, FOR_MIND = range(5)  # what a random number is for
@@ -404,12 +406,18 @@ class StagHunt(Batch):
         pieces = usual_pieces if pieces is None else pieces
         agents = 4 if n_agents is None else n_agents
         refuse_what_does_not_fit(name, agents, height, width, stags, hares, pieces, limit, strengths, view_radius)
-        if not (0 < stag_reward < math.inf and 0 < hare_reward < math.inf):
-            raise ValueError(f"rewards are above 0, not {stag_reward} for a stag and {hare_reward} for a hare")
+        check_flag("prosocial", prosocial)
+        if not (positive(stag_reward) and positive(hare_reward)):
+            raise ValueError(
+                f"rewards are above 0, from {LEAST:g} to {MOST:g}, "
+                f"not {stag_reward!r} for a stag and {hare_reward!r} for a hare"
+            )
         strengths = [1.0] * agents if strengths is None else list(strengths)
         cells, channels = height * width, agents + 3
         self.height, self.width, self.stags, self.hares = height, width, stags, hares
         self.view_radius, self.team_reward = view_radius, prosocial
+        self.ranges = {"hunter": (GONE, cells - 1), "prey": (GONE, cells - 1), "ground": (FREE, OBSTACLE),
+                       "last": (-1, len(ACTIONS) - 1)}  # fmt: skip
         whole, short = torch.int32, torch.int16
         super().__init__(
             name, num_envs, device, seed, [f"hunter_{a}" for a in range(agents)],
@@ -447,16 +455,27 @@ class StagHunt(Batch):
             "hares": (hares, prey[:, self.stags :]),
             "obstacles": (obstacles, self._simulation["ground"].view(self.num_envs, self.height, self.width)),
         }
+        given = {}
         for name, (values, place) in places.items():
             if values is not None:
-                values = torch.as_tensor(values, device=self.device)
-                if values.shape != place.shape:
-                    raise ValueError(f"{name} has shape {tuple(place.shape)}, not {tuple(values.shape)}")
-                if name != "obstacles" and not ((values >= GONE) & (values < self.height * self.width)).all():
-                    raise ValueError(f"{name} stand on cells 0 to {self.height * self.width - 1}, or {GONE} for gone")
-                place.copy_(values)
+                given[name] = self._grid_values(name, values, place)
+        for name, values in given.items():
+            places[name][1].copy_(values)
         self._run(LOOK)
         return self._outputs["obs"], self._info
+
+    def _grid_values(self, name, values, place):
+        values = self._given(values, f"{name} has shape {tuple(place.shape)}")
+        if values.is_complex():
+            raise ValueError(f"{name} has whole numbers, not {values.dtype}")
+        if values.shape != place.shape:
+            raise ValueError(f"{name} has shape {tuple(place.shape)}, not {tuple(values.shape)}")
+        if name == "obstacles":
+            if not ((values == FREE) | (values == OBSTACLE)).all():
+                raise ValueError(f"obstacles are {OBSTACLE}, other cells {FREE}")
+        elif not ((values >= GONE) & (values < self.height * self.width) & (values.double() % 1 == 0)).all():
+            raise ValueError(f"{name} stand on cells 0 to {self.height * self.width - 1}, or {GONE} for gone")
+        return values
 
     def places(self, obs):
         """(row and column of every other hunter (..., others, 2), whether it is there), read off observations."""
@@ -467,6 +486,7 @@ class StagHunt(Batch):
 
     def scene(self, index=0):
         """What a picture of one match shows, as plain numbers and words."""
+        self._check_index(index)
         match, hunter, prey, last, earned, ground = (
             self._simulation[name][index].tolist() for name in ("match", "hunter", "prey", "last", "earned", "ground")
         )
@@ -501,6 +521,10 @@ def size_of(name):
     return (*(int(number) for number in PATTERN.fullmatch(name).groups()), 0)
 
 
+def positive(number):
+    return isinstance(number, Real) and LEAST <= number <= MOST
+
+
 def refuse_what_does_not_fit(name, agents, height, width, stags, hares, pieces, limit, strengths, view_radius):
     def refuse(what):
         raise ValueError(f"{name}: {what}")
@@ -508,10 +532,16 @@ def refuse_what_does_not_fit(name, agents, height, width, stags, hares, pieces, 
     for word, number, least in (("n_agents", agents, 1), ("pieces", pieces, 0), ("limit", limit, 1)):
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             refuse(f"{word} is a whole number from {least} up, not {number!r}")
-    if view_radius is not None and (not isinstance(view_radius, int) or view_radius < 0):
+        if number > MOST:
+            refuse(f"{word} is at most {MOST:g}, not {number}")
+    if agents > MOST_HUNTERS:
+        refuse(f"n_agents is at most {MOST_HUNTERS}, not {agents}")
+    if view_radius is not None and (not isinstance(view_radius, int) or not 0 <= view_radius <= MOST):
         refuse(f"view_radius is a whole number from 0 up, or None for a full view, not {view_radius!r}")
-    if strengths is not None and (len(strengths) != agents or not all(0 < number < math.inf for number in strengths)):
-        refuse(f"strengths are {agents} numbers above 0, one a hunter, not {strengths}")
+    if strengths is not None and not (
+        isinstance(strengths, (list, tuple)) and len(strengths) == agents and all(map(positive, strengths))
+    ):
+        refuse(f"strengths are {agents} numbers above 0, from {LEAST:g} to {MOST:g}, one a hunter, not {strengths!r}")
     if not (1 <= height <= 64 and 1 <= width <= 64):
         refuse(f"a grid has 1 to 64 rows and columns, not {height} x {width}")
     if stags + hares < 1:

@@ -22,7 +22,6 @@ import torch
 from envs import checkpoints
 from envs.episodes import Inputs, load_player, preserved_rng
 
-DEFAULT_SCRIPTED = ("nearest", "weakest", "kite")  # the team-mates in a battle, where none are named
 GROUP = re.compile(r"(\d+)([A-Za-z_]+)")
 
 
@@ -46,12 +45,14 @@ class Team:
         epsilon=0.0,
         seed=0,
         stand_in=False,
+        encounter=1,
     ):
         self.env = env
         self.mix = mix
         self.epsilon = epsilon
         self.seed = seed
         self.rounds = 0
+        self.encounter = encounter  # rounds in a row with the same others
         self.runs = read_pool([path for path in pool if str(path) not in env.policies], env)
         self.policy_names = [*env.policies, *(run.path for run in self.runs)]  # by policy_id
         scripts = [env.policies.index(name) for name in map(str, pool) if name in env.policies]
@@ -73,6 +74,13 @@ class Team:
             self.groups = [(count, self.used if policies is None else policies) for count, policies in self.groups]
         self.arrangement = np.array(seats)
         self.rotation = _rotation(seat, own[0], env.n_agents)
+        self.shifts = np.arange(env.n_agents)  # what rotation goes through
+        if getattr(env, "sides", None) is not None:
+            sides = np.array(env.sides)[(self.shifts[:, None] + own) % env.n_agents]  # of the learner's seats
+            for wanted in (sides == env.learner_side, sides == sides[:, :1]):  # its usual side, or at least one side
+                if wanted.all(1).any():
+                    self.shifts = self.shifts[wanted.all(1)]
+                    break
 
         def zeros(dtype, seats=env.n_agents):
             return torch.zeros((env.num_envs, seats), dtype=dtype, device=env.device)
@@ -92,8 +100,7 @@ class Team:
         if spec == "self":
             return [(env.n_agents, None)]
         if spec in (None, "scripted"):
-            names = [name for name in env.policies if name in DEFAULT_SCRIPTED]
-            names = names or env.default_others or env.policies
+            names = env.default_others or env.policies
             return [(env.n_agents - 1, [env.policies.index(name) for name in names]), (1, None)]
         return [
             (count, None if name in learner_names else self._candidates(name, spec, learner_names))
@@ -141,7 +148,7 @@ class Team:
         if rotation == "rotate":
             rotation = np.arange(matches) + self.rounds
         elif rotation == "random":
-            rotation = rng.integers(self.env.n_agents, size=matches)
+            rotation = rng.integers(len(self.shifts), size=matches)
 
         def choose(count, policies):
             draws = matches * (count if self.mix else 1)
@@ -151,12 +158,15 @@ class Team:
         self.assign(rotation, choose)
 
     def assign(self, rotation, choose):
-        """Seats the teams of a round, rotated by `rotation`, a number or one for every match.
+        """Seats the teams of a round, rotated by `rotation`, a number or one for every match. A learner whose seat is
+        not fixed stays on its side.
 
         choose(count, policies) returns which of so many policies gets each of a group's seats, match after match.
         """
         env = self.env
         seats = np.arange(env.n_agents)
+        if self.rotation in ("rotate", "random"):
+            rotation = self.shifts[np.asarray(rotation) % len(self.shifts)]
         group = self.arrangement[(seats - np.reshape(rotation, (-1, 1))) % env.n_agents]
         group = np.broadcast_to(group, (env.num_envs, env.n_agents))
         policy_id = np.full(group.shape, -1)
@@ -174,6 +184,14 @@ class Team:
         self.networks.assign(policy_id)
         for policy, player in self.players.items():
             player.assign((policy_id == policy).any(1))
+
+    def is_opposed(self):
+        """Whether learners of one match are on different sides."""
+        sides = getattr(self.env, "sides", None)
+        if sides is None:
+            return False
+        sides = torch.tensor(sides)[self.learner_seats.cpu()]
+        return bool((sides != sides[:, :1]).any())
 
     def max_seats(self, policy):
         """How many seats, of all matches together, a policy can be assigned in a round."""
@@ -410,3 +428,42 @@ def can_stack(run, env, matches=32, steps=8):
             same += int((action == networks.act(last_action, 0.0)).sum())
             last_action = action
     return same >= 0.999 * steps * last_action.numel()
+
+
+# ---- an oracle ----
+class TellWho:
+    """An environment whose observations also say who the others are, one-hot from the next seat on.
+
+    What a learner gains by it is all that a model of the others could give. Learners' seats are zeros.
+    """
+
+    def __init__(self, env, team):
+        self._env = env
+        self._team = team
+        self._used = torch.tensor(team.used, device=env.device)
+        self.obs_dim = env.obs_dim + (env.n_agents - 1) * len(team.used)
+        self._obs = torch.zeros((env.num_envs, env.n_agents, self.obs_dim), device=env.device)
+
+    def __getattr__(self, name):
+        return getattr(self._env, name)
+
+    @property
+    def obs(self):
+        return self._obs
+
+    def reset(self, *args, **options):
+        _, info = self._env.reset(*args, **options)
+        n_agents = self.n_agents
+        seats = torch.arange(n_agents, device=self.device)
+        others = (seats.unsqueeze(1) + seats[1:]) % n_agents  # (n_agents, n_agents - 1)
+        policy_id = self._team.policy_id[:, others]
+        self._obs[..., self._env.obs_dim :] = (policy_id.unsqueeze(-1) == self._used).flatten(2)
+        return self._tell(), info
+
+    def step(self, actions):
+        _, *results = self._env.step(actions)
+        return self._tell(), *results
+
+    def _tell(self):
+        self._obs[..., : self._env.obs_dim] = self._env.obs
+        return self._obs

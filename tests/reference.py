@@ -24,7 +24,8 @@ def env_spec(**changes):
         "n_agents": 3, "n_actions": 4, "obs_dim": 5, "state_dim": 7, "episode_limit": 8, "team_reward": True,
         "ego_first": False, "device": CPU,
     }  # fmt: skip
-    return SimpleNamespace(**{**spec, **changes})
+    spec |= changes
+    return SimpleNamespace(**spec, encounters=1, leaving_ends=not spec["team_reward"])
 
 
 def random_learner(name, env, seed=0, **options):

@@ -112,6 +112,7 @@ class TinyGame:
     """
 
     name, n_agents, n_actions, policies, team_reward, simulated = "tiny", 2, 2, (), True, True
+    encounters, leaving_ends, zero_sum, sides, default_others = 1, False, False, None, ()
     device = torch.device("cpu")
 
     def __init__(self, payoff, following, num_envs):
@@ -128,6 +129,7 @@ class TinyGame:
             "alive": torch.ones(num_envs, 2, dtype=torch.bool),
             "won": yes.clone(),
             "invalid": yes.clone(),
+            "encounter": torch.zeros(num_envs, dtype=torch.long),
         }
 
     def look(self):

@@ -1,12 +1,11 @@
 """Files from somebody else: whatever is wrong with one, it is refused in one line before a network is built."""
 
 import copy
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import QUICK, resume_file, stopped, train
+from scripts import QUICK, ROOT, resume_file, run_script, stopped
 
 import envs
 import iql
@@ -83,18 +82,17 @@ def refused(action):
     return message
 
 
-def resume(folder, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["iql.py", "--resume", str(folder)])
-    train("iql", folder.parent, resume=folder)
+def resume(folder):
+    run_script([str(ROOT / "iql.py"), "--resume", str(folder)])
 
 
 @pytest.mark.parametrize(("path", "value"), CHECKPOINTS, ids=name_of)
-def test_checkpoints(original, path, value, tmp_path, monkeypatch):
+def test_checkpoints(original, path, value, tmp_path):
     folder, content, _ = original
     torch.save(put(content, path, value), tmp_path / "checkpoint.pt")
     (tmp_path / content["resume"]).write_bytes((folder / content["resume"]).read_bytes())
     env = envs.make("3m", num_envs=2)
-    refused(lambda: resume(tmp_path, monkeypatch))
+    refused(lambda: resume(tmp_path))
     players = [lambda: load_runner(tmp_path, env), lambda: Team(env, "2other1learner", pool=[str(tmp_path)])]
     for load in players:
         if path.split("/")[0] in PLAYS | {"progress", "resume"} or path in PLAYS:
@@ -103,7 +101,7 @@ def test_checkpoints(original, path, value, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 1000, "cut", [1, 2], "torch.nn.Linear", {}], ids=str)
-def test_files_of_other_kinds(original, content, tmp_path, monkeypatch):
+def test_files_of_other_kinds(original, content, tmp_path):
     folder, _, _ = original
     path = tmp_path / "checkpoint.pt"
     if content == "cut":
@@ -115,7 +113,7 @@ def test_files_of_other_kinds(original, content, tmp_path, monkeypatch):
         torch.save(torch.nn.Linear(2, 2) if isinstance(content, str) else content, path)
     env, vae = envs.make("3m"), SimpleNamespace(vae=path, latent_dim=1, subgoal_input="obs", reconstruct="obs")
     for load in (
-        lambda: resume(tmp_path, monkeypatch),
+        lambda: resume(tmp_path),
         lambda: load_runner(tmp_path, env),
         lambda: read_pool([str(tmp_path)], env),
         lambda: runs.initialise_from(tmp_path, SimpleNamespace(env=env)),
@@ -142,19 +140,19 @@ def test_files_of_other_kinds(original, content, tmp_path, monkeypatch):
     ],
     ids=name_of,
 )
-def test_resume_files(original, path, value, tmp_path, monkeypatch):
+def test_resume_files(original, path, value, tmp_path):
     folder, content, state = original
     (tmp_path / "checkpoint.pt").write_bytes((folder / "checkpoint.pt").read_bytes())
     torch.save(put(state, path, value), tmp_path / content["resume"])
-    assert "damaged" in refused(lambda: resume(tmp_path, monkeypatch))
+    assert "damaged" in refused(lambda: resume(tmp_path))
     (tmp_path / content["resume"]).write_bytes(b"cut")
-    assert "damaged" in refused(lambda: resume(tmp_path, monkeypatch))
+    assert "damaged" in refused(lambda: resume(tmp_path))
 
 
-def test_a_network_larger_than_that_of_the_file_is_not_built(original, tmp_path, monkeypatch):
+def test_a_network_larger_than_that_of_the_file_is_not_built(original, tmp_path):
     """hidden_dim passes the script's check, but the file has no such weights."""
     _, content, _ = original
     torch.save(put(content, "args/hidden_dim", 8192), tmp_path / "checkpoint.pt")
     assert "larger networks than it has" in refused(lambda: load_runner(tmp_path, envs.make("3m")))
-    assert "larger networks than it has" in refused(lambda: resume(tmp_path, monkeypatch))
+    assert "larger networks than it has" in refused(lambda: resume(tmp_path))
     assert iql.Agents(iql.Args(**QUICK), envs.make("3m")).fc1.weight.numel() < checkpoints.LARGEST_WEIGHT

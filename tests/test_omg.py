@@ -555,7 +555,7 @@ def test_a_run_loads_exactly_what_pretraining_saved(pretrained, tmp_path, capsys
     file = pretrained() / "vae.pt"
     expected = checkpoints.read(file)["networks"]["model"]
     with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:  # stops when it is about to play
-        patch.setattr("envs.runs.Run.in_progress", lambda run: run.save() or sys.exit())
+        patch.setattr("envs.runs.Run.in_progress", lambda run: (run.save(), sys.exit()))
         train("omg_iql", tmp_path / "start", vae=file, **HUNT)
     (folder,) = (tmp_path / "start").iterdir()
     assert_same_weights(model_of(folder), expected)

@@ -521,6 +521,7 @@ class TwoGoals:
 
     name, policies, simulated, team_reward, ego_first = "two_goals", ("left", "right"), True, False, False
     n_agents, n_actions, obs_dim, state_dim, episode_limit = 2, 2, 9, 1, 6
+    encounters, leaving_ends, sides, default_others = 1, True, None, ()
 
     def __init__(self, num_envs):
         self.num_envs, self.device, self.t = num_envs, CPU, 0

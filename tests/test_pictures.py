@@ -651,12 +651,16 @@ def test_overlays_can_be_switched(browser, matches):
     assert (browser.canvas() != before).any()
 
 
-@pytest.mark.parametrize("game", ["battle", "hunt"])
+@pytest.mark.parametrize("game", ["battle", "hunt", "tag"])
 def test_the_page_looks_as_the_pictures_do(browser, matches, game):
     scenes, (left, right), bottom = matches[0][:11:10], (0, 480), None
     if game == "hunt":  # it has margins and a footer
         moved = [{**hunter, "row": 7, "col": 4} for hunter in hunt_scene()["hunters"]]
         scenes, bottom = [hunt_scene(), hunt_scene(step=4, hunters=moved)], 480 - render.FOOTER
+    if game == "tag":
+        env = envs.make("popp", seed=1)
+        scenes, bottom = play.play(env, *play.load_policy("chase", env), 1)[0][:11:10], 480 - render.FOOTER
+    if bottom:
         left, right = 240 - (bottom - render.HEADER) / 2, 240 + (bottom - render.HEADER) / 2
     browser.open([scenes])
     browser.until("time > 0.2")
@@ -673,4 +677,5 @@ def test_the_page_looks_as_the_pictures_do(browser, matches, game):
     other = [np.abs(a - b).mean() for a, b in zip(drawn, reversed(pictures))]
     assert max(same) < 0.7 * min(other), (same, other)
     shot = Image.open(io.BytesIO(base64.b64decode(browser.call("Page.captureScreenshot")["data"])))
-    assert len(near(np.asarray(shot.convert("RGB")), render.COLOURS["sides"][0])[0]) > 50
+    colour = render.COLOURS["predator"] if game == "tag" else render.COLOURS["sides"][0]
+    assert len(near(np.asarray(shot.convert("RGB")), colour)[0]) > 50

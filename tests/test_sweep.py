@@ -580,9 +580,10 @@ def test_what_comes_from_a_node_is_of_one_save(node, tmp_path):
     assert os.listdir(root / "run") == ["checkpoint.pt"], "nothing that is gone there is left, and no lock"
 
 
-@pytest.mark.parametrize("name", ["../a", "a/../../b", "/a", "C:/a", "C:a", "\\\\host\\a", "a\\..\\..\\b", "..", ""])
+@pytest.mark.parametrize("name", ["../a", "a/../../b", "HERE/a", "C:a", "\\\\host\\a", "a\\..\\..\\b", "..", ""])
 def test_names_of_files_do_not_lead_elsewhere(tmp_path, name):
     (tmp_path / "here").mkdir()
+    name = name.replace("HERE", tmp_path.as_posix())
     with pytest.raises(ValueError, match="is not in the folder"):
         sweep.put_files({"good": b"", name: b""}, tmp_path / "here")
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]

@@ -35,7 +35,13 @@ def make_args(module, **options):
 def learner_of(name, team_reward=True, device="cpu", **options):
     """A learner without an environment but for its sizes; its target networks differ from the online ones."""
     sizes = {"n_agents": SEATS, "n_actions": ACTIONS, "obs_dim": 2 * ACTIONS, "state_dim": STATE}
-    env = SimpleNamespace(**sizes, episode_limit=ROWS - 1, team_reward=team_reward, device=torch.device(device))
+    env = SimpleNamespace(
+        **sizes,
+        episode_limit=ROWS - 1,
+        team_reward=team_reward,
+        leaving_ends=not team_reward,
+        device=torch.device(device),
+    )
     learner = make_learner(name, env, make_args(TEAM_SCRIPTS[name], cuda=device == "cuda", **options))
     for network in (network for key, network in learner.networks().items() if key.startswith("target_")):
         network.load_state_dict({key: torch.randn_like(value) / 4 for key, value in network.state_dict().items()})
