@@ -233,6 +233,9 @@ class CoinGame(Batch):
         if [len(row) for row in payoff] != [3, 3] or not all(math.isfinite(x) for row in payoff for x in row):
             raise ValueError(f"{name}: payoffs are (own coin, other's, penalty) of both players, not {payoffs!r}")
         self.size, self.actions_named = size, ACTIONS[: 4 if rules == "lola" else 5]
+        cells = size * size
+        self.ranges = {"player": (0, cells - 1), "coin": (NOWHERE, cells - 1), "since": (NEVER, limit),
+                       "last": (NOWHERE, STAY), "taken": (0, limit)}  # fmt: skip
         whole, number = torch.int32, torch.float32
         simulation = dict.fromkeys(("player", "coin", "since", "last"), (whole, (num_envs, 2)))
         simulation |= {"taken": (whole, (num_envs, 2, 2)), "earned": (number, (num_envs, 2))}
@@ -252,6 +255,7 @@ class CoinGame(Batch):
 
     def scene(self, index=0):
         """What a picture of one match shows, as plain numbers and words."""
+        self._check_index(index)
         match, player, coin, last, earned = (
             self._simulation[key][index].tolist() for key in ("match", "player", "coin", "last", "earned")
         )

@@ -238,6 +238,8 @@ class Kuhn(Batch):
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise ValueError(f"{name}: limit is a whole number from 1 up, not {limit!r}")
         whole = torch.int32
+        self.ranges = {"card": (JACK, KING), "last_card": (NONE, KING), "bets": (NONE, BET), "turn": (0, TURNS - 1),
+                       "hands": (0, limit), "counts": (0, limit)}  # fmt: skip
         super().__init__(
             name, num_envs, device, seed, ["player_0", "player_1"], (len(ACTIONS), 14, 19, limit), autoreset, check,
             {"card": (whole, (num_envs, 2)), "last_card": (whole, (num_envs, 2)), "bets": (whole, (num_envs, TURNS)),
@@ -251,6 +253,7 @@ class Kuhn(Batch):
 
     def scene(self, index=0):
         """What a picture of one match shows: a row for each player, with card and actions."""
+        self._check_index(index)
         match, card, bets, last = (
             self._simulation[key][index].tolist() for key in ("match", "card", "bets", "last_card")
         )

@@ -150,6 +150,7 @@ class MatrixGame(Batch):
             example = "[[(-1, -1), (-3, 0)], [(0, -3), (-2, -2)]]"
             raise ValueError(f"{name}: payoffs are 2 x 2 pairs of finite numbers, such as {example}, not {payoffs!r}")
         self.payoffs, self.zero_sum = payoff.tolist(), not payoff.sum(-1).any()
+        self.ranges = {"last": (NONE, SECOND), "streak": (0, limit), "times": (0, limit)}
         whole, number = torch.int32, torch.float32
         simulation = dict.fromkeys(("last", "streak", "times"), (whole, (num_envs, 2)))
         simulation["earned"] = (number, (num_envs, 2))
@@ -162,6 +163,7 @@ class MatrixGame(Batch):
 
     def scene(self, index=0):
         """What a picture of one match shows: the table, and beside it the row and the column chosen last."""
+        self._check_index(index)
         match, last, earned = (self._simulation[key][index].tolist() for key in ("match", "last", "earned"))
         words = [[0, 1 + k, name] for k, name in enumerate(self.action_names)]
         words += [[1 + k, 0, name] for k, name in enumerate(self.action_names)]

@@ -201,6 +201,8 @@ class Snowdrift(Batch):
         if not (math.isfinite(gain) and math.isfinite(cost)):
             raise ValueError(f"{name}: gain and cost are finite numbers, not {gain} and {cost}")
         self.size, self.drifts = size, drifts
+        self.ranges = {"player": (0, size * size - 1), "drift": (0, 1), "left": (0, drifts),
+                       "removed": (0, drifts), "last": (NONE, REMOVE)}  # fmt: skip
         whole, number = torch.int32, torch.float32
         simulation = dict.fromkeys(("player", "removed", "last"), (whole, (num_envs, agents)))
         simulation |= {
@@ -224,6 +226,7 @@ class Snowdrift(Batch):
 
     def scene(self, index=0):
         """What a picture of one match shows, as plain numbers and words."""
+        self._check_index(index)
         match, player, drift, last, earned = (
             self._simulation[key][index].tolist() for key in ("match", "player", "drift", "last", "earned")
         )

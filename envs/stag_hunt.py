@@ -417,7 +417,7 @@ class StagHunt(Batch):
         self.height, self.width, self.stags, self.hares = height, width, stags, hares
         self.view_radius, self.team_reward = view_radius, prosocial
         self.ranges = {"hunter": (GONE, cells - 1), "prey": (GONE, cells - 1), "ground": (FREE, OBSTACLE),
-                       "last": (-1, len(ACTIONS) - 1)}  # fmt: skip
+                       "last": (-1, len(ACTIONS) - 1), "joins": (0, 1)}  # fmt: skip
         whole, short = torch.int32, torch.int16
         super().__init__(
             name, num_envs, device, seed, [f"hunter_{a}" for a in range(agents)],

@@ -118,6 +118,19 @@ def test_scripted_actions_are_available_and_all_numbers_small(name):
     assert not obs.any() and not info["alive"].any() and (info["avail"].sum(-1) == 1).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("kuhn", "turn", 3), ("matrix_ipd", "last", 2), ("coin_game", "player", 9), ("snowdrift_4x4", "player", -1)],
+)
+def test_a_snapshot_out_of_range_is_refused(name, key, value):
+    env = make(name)
+    env.reset()
+    snapshot = env.snapshot()
+    snapshot[key][3] = value
+    with pytest.raises(ValueError, match=rf"{key}\[3.* is {value}, which is not a number from"):
+        env.restore(snapshot)
+
+
 def history(name, device="cpu", num_envs=COPIES):
     """Some steps of everything, as one array."""
     env = make(name, num_envs, seed=7, device=device, autoreset=True, check=False)
@@ -540,3 +553,12 @@ def test_scenes():
         env.reset()
         picture = env.render()
         assert picture.shape[1] == 480 and len(np.unique(picture.reshape(-1, 3), axis=0)) > 10
+
+
+# ---- scripts ----
+@pytest.mark.parametrize("name", ["vdn", "qmix"])
+def test_team_scripts_reject_a_zero_sum_game(name, tmp_path):
+    from scripts import train  # slow to import, and the restatement in plain Python does without
+
+    with pytest.raises(SystemExit, match="--env-id matrix_pennies: the rewards add up to zero"):
+        train(name, tmp_path, env_id="matrix_pennies")
