@@ -43,7 +43,10 @@ class Args:
 
 
 # ---- random calls of the environments' interface ----
-IDS = ("3m", "3m", "MMM", "2s3z", "stag_hunt", "stag_hunt_4x4", "stag_hunt_4x4", "stag_hunt_5x3_2h2s")
+IDS = (
+    "3m", "3m", "MMM", "2s3z", "stag_hunt", "stag_hunt_4x4", "stag_hunt_5x3_2h2s", "Foraging-8x8-2p-3f-v3",
+    "foraging_orders", "simple_tag_2v2", "popp", "kuhn", "matrix_ipd", "coin_game", "snowdrift_4x4",
+)  # fmt: skip
 NUMBERS = (-1, 0, 1, 2, 7, 2**31, -(2**63), 10**12, 10**30, 0.5, -1e-3, 1e9, 1e39, math.nan, math.inf, -math.inf)
 ODD = (None, True, "", "x", "nearest", "RAND", [], {}, (), [[]], [1, [2]], object(), b"\0", 1j, print)
 
@@ -81,7 +84,7 @@ def numbers(rng, shape):
 
 
 def options_of(rng, env_id):
-    kind = envs.KINDS.get(env_id, envs.KINDS["stag_hunt"])
+    kind = envs._kind(env_id)
     parameters = [p for p in inspect.signature(kind.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
     options = {}
     for parameter in parameters:
@@ -117,6 +120,24 @@ def mutated(rng, snapshot):
     return snapshot
 
 
+def put_by_hand(env):
+    """(the method that puts things by hand, the shapes that it takes), None if there is none"""
+    n, agents = env.num_envs, env.n_agents
+    if hasattr(env, "set_units"):
+        names = ("x", "y", "health", "shield", "cooldown", "energy")
+        return "set_units", {**dict.fromkeys(names, (n, agents + env.n_enemies)), "last_action": (n, agents)}
+    if hasattr(env, "stags"):
+        shapes = {"hunters": (n, agents), "stags": (n, env.stags), "hares": (n, env.hares)}
+        return "set_grid", {**shapes, "obstacles": (n, env.height, env.width)}
+    if hasattr(env, "foods"):
+        shapes = {"players": (n, agents), "levels": (n, agents)}
+        return "set_grid", {**shapes, "foods": (n, env.foods), "food_levels": (n, env.foods)}
+    if hasattr(env, "set_world"):
+        shapes = {"places": (n, agents, 2), "velocities": (n, agents, 2)}
+        return "set_world", {**shapes, "obstacles": (n, env.obstacles, 2)}
+    return None
+
+
 def random_call(rng, env):
     """(what is called, a function that does it)"""
     n, agents = env.num_envs, env.n_agents
@@ -141,22 +162,12 @@ def random_call(rng, env):
         return "render", lambda: env.render(**arguments)
     if kind == 5:
         return "scene", lambda: env.scene(scalar(rng))
-    if kind == 6 and hasattr(env, "set_units"):
-        names = ("x", "y", "health", "shield", "cooldown", "energy", "last_action")
-        units = agents + env.n_enemies
+    if kind == 6 and put_by_hand(env):
+        name, shapes = put_by_hand(env)
         values = {
-            name: numbers(rng, (n, agents if name == "last_action" else units)) if fits else garbage(rng)
-            for name in names
-            if rng.random() < 0.3
+            key: numbers(rng, shape) if fits else garbage(rng) for key, shape in shapes.items() if rng.random() < 0.4
         }
-        return "set_units", lambda: env.set_units(**values)
-    if kind == 6 and hasattr(env, "stags"):
-        shapes = {"hunters": (n, agents), "stags": (n, env.stags), "hares": (n, env.hares)}
-        shapes["obstacles"] = (n, env.height, env.width)
-        values = {
-            name: numbers(rng, shape) if fits else garbage(rng) for name, shape in shapes.items() if rng.random() < 0.4
-        }
-        return "set_grid", lambda: env.set_grid(**values)
+        return name, lambda: getattr(env, name)(**values)
     return "play", lambda: [env.step(env.scripted_actions(pick(rng, env.policies))) for _ in range(3)]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
+from envs.batch import MOST_REWARD, MOST_STEPS, check_whole_number, number_table
 from envs.vector import scalar, uniform
 
 FIRST, SECOND = range(2)  # actions: cooperate, heads, stag, dove; defect, tails, hare, hawk
@@ -139,16 +140,13 @@ class MatrixGame(Batch):
         limit=100,
         payoffs=None,
     ):
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise ValueError(f"{name}: limit is a whole number from 1 up, not {limit!r}")
+        check_whole_number(f"{name}: limit", limit, 1, MOST_STEPS)
         self.action_names, usual = GAMES[name]
-        try:
-            payoff = torch.tensor(usual if payoffs is None else payoffs, dtype=torch.float32)
-        except (TypeError, ValueError):
-            payoff = torch.zeros(0)
-        if payoff.shape != (2, 2, 2) or not payoff.isfinite().all():
+        payoff = number_table(usual if payoffs is None else payoffs, (2, 2, 2))
+        if payoff is None:
             example = "[[(-1, -1), (-3, 0)], [(0, -3), (-2, -2)]]"
-            raise ValueError(f"{name}: payoffs are 2 x 2 pairs of finite numbers, such as {example}, not {payoffs!r}")
+            numbers = f"numbers from {-MOST_REWARD:g} to {MOST_REWARD:g}"
+            raise ValueError(f"{name}: payoffs are 2 x 2 pairs of {numbers}, such as {example}, not {payoffs!r}")
         self.payoffs, self.zero_sum = payoff.tolist(), not payoff.sum(-1).any()
         self.ranges = {"last": (NONE, SECOND), "streak": (0, limit), "times": (0, limit)}
         whole, number = torch.int32, torch.float32
