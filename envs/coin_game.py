@@ -9,8 +9,8 @@ from collections import namedtuple
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
-from envs.batch import MOST_REWARD, MOST_STEPS, check_whole_number, number_table
 from envs.vector import draw, scalar
 
 RIGHT, LEFT, DOWN, UP, STAY = range(5)
@@ -227,12 +227,12 @@ class CoinGame(Batch):
         if rules not in tuple(LIMITS):
             raise ValueError(f"{name}: rules are one of {', '.join(LIMITS)}, not {rules!r}")
         limit = LIMITS[rules] if limit is None else limit
-        check_whole_number(f"{name}: size", size, 2, MOST_CELLS)
+        batch.check_whole_number(f"{name}: size", size, 2, MOST_CELLS)
         for word, number in (("limit", limit), ("patience", patience)):
-            check_whole_number(f"{name}: {word}", number, 1, MOST_STEPS)
-        payoff = number_table(payoffs, (2, 3))
+            batch.check_whole_number(f"{name}: {word}", number, 1, batch.MOST_STEPS)
+        payoff = batch.number_table(payoffs, (2, 3))
         if payoff is None:
-            numbers = f"numbers from {-MOST_REWARD:g} to {MOST_REWARD:g}"
+            numbers = f"numbers from {-batch.MOST_REWARD:g} to {batch.MOST_REWARD:g}"
             raise ValueError(
                 f"{name}: payoffs are (own coin, other's, penalty) of both players, {numbers}, not {payoffs!r}"
             )

@@ -11,8 +11,8 @@ import gymnasium
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
-from envs.batch import MOST_REWARD, MOST_STEPS, check_flag, check_number, check_whole_number
 from envs.vector import draw, scalar
 
 NONE, NORTH, SOUTH, WEST, EAST, LOAD = range(6)
@@ -482,8 +482,8 @@ class Foraging(Batch):
         prosocial = stage if prosocial is None else prosocial
         one_hot = stage if one_hot is None else one_hot
         refuse_what_does_not_fit(name, rows, cols, agents, foods, sight, limit, max_player_level, patience, penalty)
-        check_flag(f"{name}: prosocial", prosocial)
-        check_flag(f"{name}: one_hot", one_hot)
+        batch.check_flag(f"{name}: prosocial", prosocial)
+        batch.check_flag(f"{name}: one_hot", one_hot)
         self.rows, self.cols, self.foods, self.sight, self.one_hot = rows, cols, foods, sight, one_hot
         most_food = foods * 3 * MOST_LEVELS
         self.ranges = {"row": (0, rows - 1), "col": (0, cols - 1), "level": (0, MOST_LEVELS), "food_row": (0, rows - 1),
@@ -626,8 +626,10 @@ def refuse_what_does_not_fit(name, rows, cols, agents, foods, sight, limit, max_
         refuse(f"there are 1 to 9 players and 1 to 9 foods, not {agents} and {foods}")
     if sight < 1:
         refuse("players see at least 1 cell around them")
-    check_whole_number(f"{name}: limit", limit, 1, MOST_STEPS)
-    check_whole_number(f"{name}: max_player_level", max_player_level, 1, MOST_LEVELS)
+    batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
+    batch.check_whole_number(f"{name}: max_player_level", max_player_level, 1, MOST_LEVELS)
     if patience is not None:
-        check_whole_number(f"{name}: patience, if it is not None for never giving up,", patience, 1, MOST_STEPS)
-    check_number(f"{name}: penalty", penalty, 0, MOST_REWARD)
+        batch.check_whole_number(
+            f"{name}: patience, if it is not None for never giving up,", patience, 1, batch.MOST_STEPS
+        )
+    batch.check_number(f"{name}: penalty", penalty, 0, batch.MOST_REWARD)

@@ -8,8 +8,8 @@ from collections import namedtuple
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
-from envs.batch import MOST_STEPS, check_whole_number
 from envs.vector import draw, scalar, uniform
 
 WAIT, PASS, BET = range(3)
@@ -236,7 +236,7 @@ class Kuhn(Batch):
     def __init__(
         self, name, num_envs=1, device="cpu", seed=0, n_agents=None, *, autoreset=False, check=None, limit=100
     ):
-        check_whole_number(f"{name}: limit", limit, 1, MOST_STEPS)
+        batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
         whole = torch.int32
         self.ranges = {"card": (JACK, KING), "last_card": (NONE, KING), "bets": (NONE, BET), "turn": (0, TURNS - 1),
                        "hands": (0, limit), "counts": (0, limit), "earned": (-2 * limit, 2 * limit)}  # fmt: skip

@@ -8,8 +8,8 @@ from collections import namedtuple
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
-from envs.batch import MOST_REWARD, MOST_STEPS, check_whole_number, number_table
 from envs.vector import scalar, uniform
 
 FIRST, SECOND = range(2)  # actions: cooperate, heads, stag, dove; defect, tails, hare, hawk
@@ -140,12 +140,12 @@ class MatrixGame(Batch):
         limit=100,
         payoffs=None,
     ):
-        check_whole_number(f"{name}: limit", limit, 1, MOST_STEPS)
+        batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
         self.action_names, usual = GAMES[name]
-        payoff = number_table(usual if payoffs is None else payoffs, (2, 2, 2))
+        payoff = batch.number_table(usual if payoffs is None else payoffs, (2, 2, 2))
         if payoff is None:
             example = "[[(-1, -1), (-3, 0)], [(0, -3), (-2, -2)]]"
-            numbers = f"numbers from {-MOST_REWARD:g} to {MOST_REWARD:g}"
+            numbers = f"numbers from {-batch.MOST_REWARD:g} to {batch.MOST_REWARD:g}"
             raise ValueError(f"{name}: payoffs are 2 x 2 pairs of {numbers}, such as {example}, not {payoffs!r}")
         self.payoffs, self.zero_sum = payoff.tolist(), not payoff.sum(-1).any()
         self.ranges = {"last": (NONE, SECOND), "streak": (0, limit), "times": (0, limit)}

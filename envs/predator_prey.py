@@ -13,8 +13,8 @@ from collections import namedtuple
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
-from envs.batch import MOST_STEPS, check_flag, check_range, check_whole_number
 from envs.vector import draw, scalar, uniform
 
 NONE, LEFT, RIGHT, DOWN, UP = range(5)
@@ -457,8 +457,8 @@ class PredatorPrey(Batch):
         limit = limit if limit is not None else (50 if hidden else 25)
         learner = learner if learner is not None else ("prey" if hidden else "predator")
         for word, number, least in (("predators", predators, 1), ("prey", prey, 1), ("obstacles", obstacles, 0)):
-            check_whole_number(f"{name}: {word}", number, least, MOST_AGENTS)
-        check_whole_number(f"{name}: limit", limit, 1, MOST_STEPS)
+            batch.check_whole_number(f"{name}: {word}", number, least, MOST_AGENTS)
+        batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
         if learner not in ("predator", "prey"):
             raise ValueError(f'{name}: learner is "predator" or "prey", not {learner!r}')
         agents = predators + prey
@@ -468,7 +468,7 @@ class PredatorPrey(Batch):
         start = 0.9 if hidden else 1.0
         self.obs_bound = -HIDDEN if hidden else 2.1 + 2 * limit * TIME_STEP * 1.3  # nobody is faster than 1.3
         velocity_first = hidden if velocity_first is None else velocity_first
-        check_flag(f"{name}: velocity_first", velocity_first)
+        batch.check_flag(f"{name}: velocity_first", velocity_first)
         far = 2 * FARTHEST + limit  # nobody gets farther from where it was put
         goals = torch.tensor([agents - 1] * predators + [3] * prey)
         self.ranges = {"place": (-far, far), "velocity": (-far, far), "last": (NONE, UP), "goal": (0, goals),
@@ -512,7 +512,7 @@ class PredatorPrey(Batch):
                 if values.shape != target.shape or values.is_complex():
                     shapes = f"{tuple(target.shape)}, not {values.dtype} {tuple(values.shape)}"
                     raise ValueError(f"{name} has real numbers of shape {shapes}")
-                check_range(values, -FARTHEST, FARTHEST, functools.partial(self._called, name))
+                batch.check_range(values, -FARTHEST, FARTHEST, functools.partial(self._called, name))
                 given[name] = values
         for name, values in given.items():
             targets[name][1].copy_(values)

@@ -9,8 +9,8 @@ from collections import namedtuple
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
-from envs.batch import MOST_REWARD, MOST_STEPS, check_number, check_whole_number
 from envs.vector import draw, scalar
 
 UP, DOWN, LEFT, RIGHT, STAY, REMOVE = range(6)
@@ -190,12 +190,12 @@ class Snowdrift(Batch):
     ):
         size = IDS[name] if size is None else size
         agents = 4 if n_agents is None else n_agents
-        check_whole_number(f"{name}: n_agents", agents, 1, MOST_PLAYERS)
-        check_whole_number(f"{name}: size", size, 1, MOST_CELLS)
-        check_whole_number(f"{name}: drifts", drifts, 1, size * size)
-        check_whole_number(f"{name}: limit", limit, 1, MOST_STEPS)
-        check_number(f"{name}: gain", gain, -MOST_REWARD, MOST_REWARD)
-        check_number(f"{name}: cost", cost, -MOST_REWARD, MOST_REWARD)
+        batch.check_whole_number(f"{name}: n_agents", agents, 1, MOST_PLAYERS)
+        batch.check_whole_number(f"{name}: size", size, 1, MOST_CELLS)
+        batch.check_whole_number(f"{name}: drifts", drifts, 1, size * size)
+        batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
+        batch.check_number(f"{name}: gain", gain, -batch.MOST_REWARD, batch.MOST_REWARD)
+        batch.check_number(f"{name}: cost", cost, -batch.MOST_REWARD, batch.MOST_REWARD)
         self.size, self.drifts = size, drifts
         self.ranges = {"player": (0, size * size - 1), "drift": (0, 1), "left": (0, drifts),
                        "removed": (0, drifts), "last": (NONE, REMOVE)}  # fmt: skip
