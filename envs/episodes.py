@@ -299,6 +299,9 @@ class EpisodeRunner:
 
     def load_state_dict(self, state):
         self.rounds, self.team.rounds = state["rounds"], state["team_rounds"]
+        if self.rounds % self.team.encounter:  # in the middle of an encounter: the same others again
+            self.team.rounds -= 1
+            self.team.draw()
         if state["matches"] is not None:
             self.env.restore(state["matches"])
 
