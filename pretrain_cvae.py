@@ -38,7 +38,7 @@ class Args:
     mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
     teammate_epsilon: float = 0.0  # probability of a random action of the others (runs only)
     encounter: int = 1  # matches in a row with the same others before new ones are drawn
-    keep_memory: bool = False  # whether the learner will remember the matches of an encounter, which are one episode
+    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 512 on the CPU)
 
     pretrain_timesteps: int | None = None  # steps to collect (default: 2 million on the GPU, 100,000 on the CPU)
