@@ -37,6 +37,8 @@ class Args:
     seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
     mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
     teammate_epsilon: float = 0.0  # probability of a random action of the others (runs only)
+    encounter: int = 1  # matches in a row with the same others before new ones are drawn
+    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 512 on the CPU)
 
     pretrain_timesteps: int | None = None  # steps to collect (default: 2 million on the GPU, 100,000 on the CPU)
@@ -174,7 +176,7 @@ def cvae_loss(args, model, episodes, matches):
 if __name__ == "__main__":
     args = tyro.cli(Args)
     runs.exit_on_signals()
-    positive = "num_envs pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
+    positive = "num_envs encounter pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
     runs.check_ranges(args, positive, "seed", "kl_weight teammate_epsilon")
     runs.resolve_device(args)
     num_envs = 8 if args.env_id.startswith("sc2/") else 1024 if args.cuda else 512

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from envs import checkpoints
+from envs.batch import memory_of
 
 CHUNK = 8  # steps captured in one CUDA graph, between two checks whether all matches are over
 MAX_INVALID_ROUNDS = 20  # in a row, before giving up
@@ -128,6 +129,9 @@ class EpisodeRunner:
         rows = round_up(env.episode_limit, CHUNK) + 1
         values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
         values |= self.outputs
+        needed = rows * sum(values[name].nbytes for name in ("reward", *fields))
+        if needed > memory_of(env.device):
+            raise MemoryError(f"a round of {env.num_envs} matches takes {needed / 2**30:.0f} GiB: play fewer at a time")
         self.episodes = {name: values[name].new_zeros((rows, *values[name].shape)) for name in ("reward", *fields)}
         self.chunk = {name: torch.zeros_like(values[:CHUNK]) for name, values in self.episodes.items()}
         self.episodes["seat"] = team.learner_seats.unsqueeze(0)  # the same at all times
@@ -299,6 +303,9 @@ class EpisodeRunner:
 
     def load_state_dict(self, state):
         self.rounds, self.team.rounds = state["rounds"], state["team_rounds"]
+        if self.rounds % self.team.encounter:  # in the middle of an encounter: the same others again
+            self.team.rounds -= 1
+            self.team.draw()
         if state["matches"] is not None:
             self.env.restore(state["matches"])
 

@@ -31,6 +31,10 @@ QUICK = {
     "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 600,
     "eval_interval": 300, "eval_episodes": 4, "final_eval_episodes": 6, "hidden_dim": 16, "log_interval": 0,
 }  # fmt: skip
+NOT_TRAINED = {  # what a checkpoint has besides networks and arguments
+    "optimizer": {}, "updates": 0, "resume": None,
+    "progress": {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": True, "next_eval": 1},
+}  # fmt: skip
 QUICK_MODEL = {"pretrain_timesteps": 200, "pretrain_updates": 20}  # of omg_iql, in addition
 QUICK_PRETRAINING = {"num_envs": 4, "batch_size": 4, **QUICK_MODEL}  # of pretrain_cvae
 
@@ -98,8 +102,7 @@ def write_run(folder, name, env, seed=0, scale=3, **options):
     content["networks"] = {
         key: {k: scale * weights for k, weights in network.state_dict().items()} for key, network in networks.items()
     }
-    content |= {"optimizer": {}, "updates": 0, "resume": None}
-    content["progress"] = {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": True, "next_eval": 1}
+    content |= NOT_TRAINED
     folder.mkdir(parents=True)
     torch.save(content, folder / "checkpoint.pt")
     return folder

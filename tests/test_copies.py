@@ -201,7 +201,7 @@ def test_a_copy_acts_as_its_script_does(make_run, change, one_thread):
     ("algorithm", "message"),
     [
         ("gone", r"there is no script gone\.py in .* or the current folder"),
-        ("../iql", r"there is no script \.\./iql\.py in "),
+        ("../iql", r"algorithm is the name of a script, not .\.\./iql"),
         ("sweep", r"sweep\.py is not a training script: it has no load_player"),
         ("notes", r"notes\.py is not a training script: it has no load_player"),
     ],

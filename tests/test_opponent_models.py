@@ -22,7 +22,7 @@ from reference import (
     random_batch,
     random_learner,
 )
-from scripts import MODEL_SCRIPTS, SCRIPTS, stopped, train, write_run
+from scripts import MODEL_SCRIPTS, NOT_TRAINED, SCRIPTS, stopped, train, write_run
 
 import envs
 from envs import checkpoints, play, runs
@@ -253,7 +253,7 @@ def test_a_loaded_run_plays_as_it_did_when_it_was_saved(name, tmp_path):
     runner.player = SCRIPTS[name].Player(learner, learner.target_agents, runner.team.learner_seats)
     content = {"algorithm": name, "env_id": "stag_hunt_4x4", "sizes": checkpoints.env_sizes(runner.env)}
     content["networks"] = {key: network.state_dict() for key, network in learner.networks().items()}
-    torch.save({**content, "args": asdict(learner.args)}, tmp_path / "checkpoint.pt")
+    torch.save({**content, "args": asdict(learner.args), **NOT_TRAINED}, tmp_path / "checkpoint.pt")
     env = envs.make("stag_hunt_4x4", num_envs=6)
     loaded, used = load_runner(tmp_path, env), set()
     for episode in range(3):

@@ -1,0 +1,182 @@
+"""Encounters: several matches in a row with the same others; what a learner remembers of them, and what it is told."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from scripts import QUICK, stopped, train
+
+import envs
+import iql
+from envs import checkpoints
+from envs.episodes import EpisodeRunner, RandomPlayer
+from envs.team import Team, TellWho
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+IPD = {"env_id": "matrix_ipd", "team": "scripted", "total_timesteps": 1500}
+
+
+@pytest.mark.parametrize("env_id", ["stag_hunt_4x4", "3m", "kuhn"])
+@pytest.mark.parametrize("autoreset", [False, True])
+def test_an_encounter_is_the_matches_of_a_batch_without_encounters(env_id, autoreset):
+    """One after the other: the same observations, rewards and ends, but the end of an episode comes with the last."""
+    single = envs.make(env_id, num_envs=4, seed=3, autoreset=True)
+    batch = envs.make(env_id, num_envs=4, seed=3, encounters=3, autoreset=autoreset)
+    assert batch.episode_limit == 3 * single.episode_limit and batch.match_limit == single.match_limit
+    obs, info = batch.reset()
+    torch.testing.assert_close(obs, single.reset()[0], rtol=0, atol=0)
+    matches = torch.zeros(4, dtype=torch.long)
+    policy = "RAND" if env_id == "stag_hunt_4x4" else single.policies[0]
+    ended = torch.zeros(4, dtype=torch.bool)
+    for _ in range(batch.episode_limit):
+        running = ~ended
+        expected = single.step(single.scripted_actions(policy))
+        obs, reward, terminated, truncated, info = batch.step(batch.scripted_actions(policy))
+        matches += expected[2] | expected[3]
+        last = (matches == 3) & running
+        assert torch.equal((terminated | truncated) & running, last)
+        assert torch.equal(terminated & last, expected[2] & last)
+        assert torch.equal(reward[running], expected[1][running])
+        goes_on = running & ~last
+        assert torch.equal(obs[goes_on], expected[0][goes_on])
+        assert torch.equal(info["encounter"][goes_on], matches[goes_on])
+        assert torch.equal(info["avail"][goes_on], expected[4]["avail"][goes_on])
+        if autoreset:
+            assert (info["encounter"][last] == 0).all() and torch.equal(obs[last], expected[0][last])
+            assert torch.equal(info["final_obs"][last], expected[4]["final_obs"][last])
+        ended |= last
+        if ended.all():
+            break
+    assert ended.all() and (matches == 3).any()
+
+
+def test_what_cannot_be_an_encounter():
+    for number in (0, -1, 1.5, True, "3", 10**9):
+        with pytest.raises(ValueError, match="encounters is a whole number from 1 to 10000"):
+            envs.make("3m", encounters=number)
+
+
+def test_an_encounter_is_saved_with_its_number():
+    batch, other = (envs.make("matrix_ipd", num_envs=3, seed=seed, encounters=2) for seed in (1, 2))
+    batch.reset()
+    other.reset()
+    for _ in range(batch.match_limit + 5):
+        batch.step(batch.scripted_actions("random"))
+    saved = batch.snapshot()
+    assert (saved["encounter"] == 1).all()
+    other.restore(saved)
+    assert torch.equal(other.step(other.scripted_actions("random"))[1], batch.step(batch.scripted_actions("random"))[1])
+    with pytest.raises(ValueError, match="encounter"):
+        other.restore({**saved, "encounter": torch.full((3,), 2)})
+
+
+# ---- the others ----
+def test_others_stay_for_as_many_rounds_as_an_encounter_has():
+    env = envs.make("matrix_ipd", num_envs=64)
+    runner = EpisodeRunner(env, Team(env, encounter=3), RandomPlayer())
+    drawn = []
+    for _ in range(9):
+        runner.play()
+        drawn.append(runner.team.policy_id.clone())
+    same = [torch.equal(one, other) for one, other in itertools.pairwise(drawn)]
+    assert same == [True, True, False, True, True, False, True, True]
+
+
+def test_others_start_anew_in_every_match_of_an_encounter():
+    """Networks among the others forget the match before: their last action is none."""
+    env = envs.make("matrix_ipd", num_envs=2, encounters=2)
+    runner, seen = EpisodeRunner(env, Team(env), RandomPlayer()), []
+    joint_action = runner.team.joint_action
+    runner.team.joint_action = lambda action, last: seen.append(last.clone()) or joint_action(action, last)
+    runner.play()
+    starts = [t for t, last in enumerate(seen[: env.episode_limit]) if (last < 0).all()]
+    assert starts == [0, env.match_limit] and not any((last < 0).any() for last in seen[1 : env.match_limit])
+
+
+def test_returns_by_match_add_up_to_the_episode():
+    env = envs.make("matrix_ipd", num_envs=16, encounters=3)
+    runner = EpisodeRunner(env, Team(env), RandomPlayer())
+    returns, _, _ = runner.evaluate(16)
+    assert list(runner.match_returns) == ["return_1", "return_2", "return_3"]
+    assert sum(runner.match_returns.values()) == pytest.approx(returns.mean().item(), rel=1e-4)
+    share = returns.mean().item() / 3  # below 0, as all rewards are
+    assert all(1.5 * share < value < 0.5 * share for value in runner.match_returns.values())
+
+
+# ---- runs ----
+@pytest.mark.parametrize("keep_memory", [True, False])
+def test_a_run_with_encounters_resumes_exactly(keep_memory, tmp_path):
+    options = {**IPD, "encounter": 2, "keep_memory": keep_memory}
+    whole = train("iql", tmp_path / "whole", **options)["run"].folder
+    folder = stopped("iql", tmp_path / "stopped", **options)
+    train("iql", tmp_path / "stopped", resume=folder, **options)
+    expected, found = (json.loads((run / "results.json").read_text()) for run in (whole, folder))
+    assert found["final"] == expected["final"] and found["encounter"] == expected["encounter"]
+    assert [e["episodic_return"] for e in found["evals"]] == [e["episodic_return"] for e in expected["evals"]]
+    assert expected["encounter"].keys() <= {"return_1", "return_2"} and expected["encounter"]
+
+
+def test_values_reach_from_one_match_to_the_next(monkeypatch):
+    """With memory kept, the end of a match within an encounter is no end for the targets."""
+    seen = []
+    lambda_returns = iql.lambda_returns
+    monkeypatch.setattr(iql, "lambda_returns", lambda *a: seen.append(a[2].squeeze(-1)) or lambda_returns(*a))
+    for encounters in (1, 3):
+        env = envs.make("stag_hunt_4x4", num_envs=8, encounters=encounters)
+        args = iql.Args(**QUICK, env_id="stag_hunt_4x4", team="scripted")
+        team, learner = Team(env), iql.Learner(args, env)
+        runner = EpisodeRunner(env, team, iql.Player(learner.agents, team.learner_seats), iql.FIELDS)
+        _, lengths, _, _ = runner.play(1.0)
+        assert not runner.episodes["alive"][1:35].all()  # somebody leaves in the first match
+        batch = {name: values[: int(lengths.max()) + 1] for name, values in runner.episodes.items()}
+        learner.loss({**batch, "lengths": lengths})
+        before_the_end = torch.arange(len(seen[-1])).unsqueeze(1) < lengths - 1
+        assert (seen[-1] & before_the_end).any() == (encounters == 1)  # who leaves the only match has ended
+
+
+# ---- an oracle ----
+def test_an_oracle_is_told_who_the_others_are():
+    env = envs.make("stag_hunt_4x4", num_envs=12)
+    team = Team(env, "2NS1NH1learner")
+    told = TellWho(env, team)
+    runner = EpisodeRunner(told, team, RandomPlayer(), ("obs",))
+    runner.play()
+    who = runner.episodes["obs"][:, :, 0, env.obs_dim :].view(-1, 12, 3, 2)
+    assert told.obs_dim == env.obs_dim + 6 and len(team.used) == 2
+    for m in range(12):
+        seat = int(team.learner_seats[m, 0])
+        expected = [int(team.policy_id[m, (seat + k) % 4]) for k in (1, 2, 3)]
+        assert [team.used[int(one_hot.argmax())] for one_hot in who[0, m]] == expected
+        assert torch.equal(who[0, m].sum(-1), torch.ones(3)) and torch.equal(who[5, m], who[0, m])
+
+
+@pytest.mark.parametrize("option", ["tell_who", "recurrence"])
+def test_an_oracle_and_a_learner_without_memory_train(option, tmp_path):
+    folder = train("iql", tmp_path, **IPD, **{option: option == "tell_who"})["run"].folder
+    sizes = checkpoints.read_run(folder)["sizes"]
+    assert (sizes["obs_dim"] == envs.make("matrix_ipd").obs_dim) == (option == "recurrence")
+
+
+def test_without_recurrence_only_the_present_matters():
+    env = envs.make("matrix_ipd", num_envs=3)
+    agents = iql.Agents(iql.Args(**QUICK, recurrence=False), env)
+    obs, h = torch.randn(4, 3, 2, env.obs_dim), agents.init_hidden(3, 2)
+    last_action, seat = torch.zeros(4, 3, 2, dtype=torch.long), torch.tensor([[0, 1]] * 3)
+    together, _ = agents(obs, last_action, h, seat)
+    alone = torch.cat([agents(obs[t : t + 1], last_action[t : t + 1], h + 1, seat)[0] for t in range(4)])
+    torch.testing.assert_close(together, alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tell_who": True, "team": "self"}, "--tell-who is for a learner among others"),
+        ({"tell_who": True, "capture_video": True}, "--tell-who has no video"),
+        ({"keep_memory": True}, "--keep-memory is for encounters of several matches"),
+        ({"encounter": 0}, "--encounter is above 0, not 0"),
+    ],
+)
+def test_options_that_do_not_go_together(options, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        train("iql", tmp_path, **{**IPD, **options})
