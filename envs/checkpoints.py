@@ -67,11 +67,11 @@ def read_run(folder):
         _check(path, f"progress: {name}", (int, float) if kind is float else kind, saved["progress"].get(name))
     for evaluation in saved["progress"]["evals"]:
         numbers = [evaluation.get(name) for name in EVALUATION] if isinstance(evaluation, dict) else [None]
-        if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
+        if not all(isinstance(number, (int, float)) and abs(number) < 2**63 for number in numbers):
             raise ValueError(f"{path} is damaged: progress: evals has {_short(evaluation)}")
     for name in SIZES:
         _check(path, f"sizes: {name}", int, saved["sizes"].get(name))
-    if not saved["algorithm"].isidentifier():
+    if not saved["algorithm"].isidentifier() or len(saved["algorithm"]) > 100:
         raise ValueError(f"{path}: algorithm is the name of a script, not {_short(saved['algorithm'])}")
     for name in ("env_id", "exp_name"):
         value = saved["args"].get(name, "")
