@@ -88,9 +88,8 @@ def _signal_at_eof():
 def report_lack_of_memory(kind, error, trace, default=sys.excepthook):
     """One line instead of a traceback."""
     if issubclass(kind, MemoryError) or (issubclass(kind, RuntimeError) and "allocate" in str(error)):
-        print(
-            f"out of memory: {str(error).strip().splitlines()[0][:200] or 'no more can be allocated'}", file=sys.stderr
-        )
+        cause = (str(error).strip() or "no more can be allocated").splitlines()[0][:200]
+        print(f"out of memory: {cause}", file=sys.stderr)
     else:
         default(kind, error, trace)
 
