@@ -254,10 +254,18 @@ def test_unknown_ids_show_the_pattern():
         ("Foraging-8x8-2p-10f-v3", {}, "1 to 9 players and 1 to 9 foods, not 2 and 10"),
         ("Foraging-0s-8x8-2p-3f-v3", {}, "at least 1 cell"),
         ("Foraging-8x8-2p-3f-v3", {"n_agents": 3}, "played by 2 agents, not 3"),
-        ("Foraging-8x8-2p-3f-v3", {"limit": 0}, "limit is a whole number from 1 up, not 0"),
-        ("Foraging-8x8-2p-3f-v3", {"patience": 0}, "patience is a whole number from 1 up, or None"),
-        ("Foraging-8x8-2p-3f-v3", {"max_player_level": 1.5}, "max_player_level is a whole number from 1 up, not 1.5"),
-        ("Foraging-8x8-2p-3f-v3", {"penalty": -1}, "penalty is a number from 0 up, not -1"),
+        ("Foraging-8x8-2p-3f-v3", {"limit": 0}, "limit is a whole number from 1 to 100000, not 0"),
+        (
+            "Foraging-8x8-2p-3f-v3",
+            {"patience": 0},
+            "patience, if it is not None .* is a whole number from 1 to 100000, not 0",
+        ),
+        (
+            "Foraging-8x8-2p-3f-v3",
+            {"max_player_level": 1.5},
+            "max_player_level is a whole number from 1 to 1000, not 1.5",
+        ),
+        ("Foraging-8x8-2p-3f-v3", {"penalty": -1}, "penalty is a number from 0 to 1e\\+06, not -1"),
         ("Foraging-8x8-2p-3f-v3", {"sight": 2}, "no option 'sight'"),
     ],
 )

@@ -138,7 +138,7 @@ def test_checked_mode_refuses_a_bet_out_of_turn():
 
 @pytest.mark.parametrize("limit", [0, 2.5, True])
 def test_an_invalid_limit_is_refused(limit):
-    with pytest.raises(ValueError, match="limit is a whole number from 1 up"):
+    with pytest.raises(ValueError, match="limit is a whole number from 1 to 100000"):
         envs.make("kuhn", limit=limit)
 
 

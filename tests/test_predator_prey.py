@@ -91,11 +91,11 @@ def test_sizes(name, options, predators, prey, limit):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"predators": 0}, "predators is a whole number from 1 up, not 0"),
-        ({"prey": 0}, "prey is a whole number from 1 up, not 0"),
-        ({"n_agents": 1}, "predators is a whole number from 1 up, not 0"),
-        ({"obstacles": -1}, "obstacles is a whole number from 0 up, not -1"),
-        ({"limit": 2.5}, "limit is a whole number from 1 up, not 2.5"),
+        ({"predators": 0}, "predators is a whole number from 1 to 16, not 0"),
+        ({"prey": 0}, "prey is a whole number from 1 to 16, not 0"),
+        ({"n_agents": 1}, "predators is a whole number from 1 to 16, not 0"),
+        ({"obstacles": -1}, "obstacles is a whole number from 0 to 16, not -1"),
+        ({"limit": 2.5}, "limit is a whole number from 1 to 100000, not 2.5"),
         ({"learner": "cat"}, 'learner is "predator" or "prey", not \'cat\''),
         ({"predators": 2, "n_agents": 5}, "played by 3 agents, not 5"),
         ({"walls": 1}, "no option 'walls'.*velocity_first"),
@@ -411,7 +411,7 @@ def test_set_world_says_what_it_takes():
     with pytest.raises(RuntimeError, match="reset"):
         env.set_world()
     env.reset()
-    with pytest.raises(ValueError, match=r"places has shape \(8, 4, 2\), not \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"places has real numbers of shape \(8, 4, 2\), not torch.float32 \(4, 2\)"):
         env.set_world(places=torch.zeros(4, 2))
 
 
