@@ -154,7 +154,9 @@ def write(content, path):
 
 # ---- what a checkpoint is of ----
 def env_sizes(env):
-    return {name: getattr(env, name) for name in SIZES}
+    sizes = {name: getattr(env, name) for name in SIZES}
+    sizes["episode_limit"] = getattr(env, "match_limit", env.episode_limit)  # whatever the length of encounters
+    return sizes
 
 
 def check_env(source, saved, env):

@@ -286,6 +286,8 @@ class EpisodeRunner:
             self.team.draw()
         self.player.reset(starting)
         self.last_action.masked_fill_(starting.unsqueeze(1), -1)
+        if self.env.encounters > 1:
+            self.team_last_action.copy_(torch.where((self.env.steps == 0).unsqueeze(1), -1, self.last_action))
         return self.act()
 
     def goals(self):

@@ -62,13 +62,18 @@ class UsageError(Exit):
         super().__init__(str(message), 2)
 
 
+def not_ignored():
+    """The signals to act on: nohup, for one, ignores SIGHUP for its program."""
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
 def exit_on_signals():
     """Until a run starts, a signal ends the program at once."""
 
     def end(number, frame):
         raise Exit("interrupted before the first step: nothing was saved", 128 + number)
 
-    for number in SIGNALS:
+    for number in not_ignored():
         signal.signal(number, end)
     if os.environ.get("OMG_STOP_ON_EOF") == "1":  # who started this closes its stdin by ending, however it ends
         threading.Thread(target=_signal_at_eof, daemon=True).start()
@@ -83,9 +88,8 @@ def _signal_at_eof():
 def report_lack_of_memory(kind, error, trace, default=sys.excepthook):
     """One line instead of a traceback."""
     if issubclass(kind, MemoryError) or (issubclass(kind, RuntimeError) and "allocate" in str(error)):
-        print(
-            f"out of memory: {str(error).strip().splitlines()[0][:200] or 'no more can be allocated'}", file=sys.stderr
-        )
+        cause = (str(error).strip() or "no more can be allocated").splitlines()[0][:200]
+        print(f"out of memory: {cause}", file=sys.stderr)
     else:
         default(kind, error, trace)
 
@@ -504,7 +508,8 @@ class Run:
             part.should_stop = self.should_stop  # asked by what can last
 
     def __enter__(self):
-        for number in SIGNALS:
+        self.signals = not_ignored()
+        for number in self.signals:
             signal.signal(number, lambda number, frame: self.stop_requests.append(number))
         in_terminal = sys.stderr.isatty()
         total = self.args.total_timesteps
@@ -522,7 +527,7 @@ class Run:
             if kind is GameFailed:
                 self.save()
         finally:
-            for number in SIGNALS:  # once a run is stopped and saved, further signals change nothing
+            for number in self.signals:  # once a run is stopped and saved, further signals change nothing
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, signal.SIG_IGN if self.stop_requests else default)
             self.bar.close()

@@ -10,14 +10,14 @@ from scripts import QUICK, stopped, train
 import envs
 import iql
 from envs import checkpoints
-from envs.episodes import EpisodeRunner, RandomPlayer
+from envs.episodes import EpisodeRunner, RandomPlayer, load_runner
 from envs.team import Team, TellWho
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IPD = {"env_id": "matrix_ipd", "team": "scripted", "total_timesteps": 1500}
 
 
-@pytest.mark.parametrize("env_id", ["stag_hunt_4x4", "3m", "kuhn"])
+@pytest.mark.parametrize("env_id", ["stag_hunt_4x4", pytest.param("3m", marks=pytest.mark.slow), "kuhn"])
 @pytest.mark.parametrize("autoreset", [False, True])
 def test_an_encounter_is_the_matches_of_a_batch_without_encounters(env_id, autoreset):
     """One after the other: the same observations, rewards and ends, but the end of an episode comes with the last."""
@@ -133,6 +133,23 @@ def test_values_reach_from_one_match_to_the_next(monkeypatch):
         learner.loss({**batch, "lengths": lengths})
         before_the_end = torch.arange(len(seen[-1])).unsqueeze(1) < lengths - 1
         assert (seen[-1] & before_the_end).any() == (encounters == 1)  # who leaves the only match has ended
+
+
+@pytest.mark.slow
+def test_a_run_that_keeps_its_memory_plays_single_matches_and_encounters(tmp_path):
+    folder = train("iql", tmp_path, **IPD, encounter=2, keep_memory=True)["run"].folder
+    for encounters in (1, 2):
+        env = envs.make("matrix_ipd", num_envs=4, seed=5, encounters=encounters)
+        runner = load_runner(folder, env, Team(env, "1tft1learner"))
+        returns, lengths, _, _ = runner.play()
+        assert (lengths == encounters * env.match_limit).all()
+        step_by_step = load_runner(folder, env, Team(env, "1tft1learner"))
+        obs, info = env.reset(seed=5)
+        total = torch.zeros(4, 2)
+        for _ in range(env.episode_limit):
+            obs, reward, _, _, info = env.step(step_by_step.policy(obs, info))
+            total += reward
+        assert torch.equal(step_by_step.team.select(total), returns)
 
 
 # ---- an oracle ----

@@ -143,6 +143,7 @@ def history(name, device="cpu", num_envs=COPIES):
     return np.stack(rows)
 
 
+@pytest.mark.slow
 def test_plain_python_plays_what_compiled_code_plays(tmp_path):
     file, here = tmp_path / "history.npz", Path(__file__)
     folders = os.pathsep.join([str(here.parents[1]), str(here.parent)])
@@ -331,6 +332,7 @@ def test_a_plain_restatement_plays_the_coin_game(name, rules):
 
 
 @pytest.mark.parametrize(("name", "rules"), COIN_GAMES)
+@pytest.mark.slow
 def test_starts_are_even(name, rules):
     env = envs.make(name, 4000, rules=rules)
     env.reset()
@@ -347,6 +349,7 @@ def test_starts_are_even(name, rules):
         assert abs((player[:, 0] == player[:, 1]).float().mean() - 1 / cells) < 0.03
 
 
+@pytest.mark.slow
 def test_what_pairs_of_players_earn_on_the_coin_game():
     env = envs.make("coin_game", 2000, check=False)
     steps = env.episode_limit
@@ -491,6 +494,7 @@ def test_a_plain_restatement_plays_snowdrift(name, options):
         ("REC REC REC ND", [26] * 4, [34] * 4),
     ],
 )
+@pytest.mark.slow
 def test_what_scripted_players_earn_on_snowdrift(names, low, high):
     env = envs.make("snowdrift_4x4", 500)
     rewards, info = played(env, roles(env, *names.split()))
@@ -557,6 +561,7 @@ def test_scenes():
 
 # ---- scripts ----
 @pytest.mark.parametrize("name", ["vdn", "qmix"])
+@pytest.mark.slow
 def test_team_scripts_reject_a_zero_sum_game(name, tmp_path):
     from scripts import train  # slow to import, and the restatement in plain Python does without
 

@@ -331,6 +331,7 @@ def test_popp_is_won_with_a_return_above_zero():
 
 # ---- resets, seeds, copies ----
 @pytest.mark.parametrize(("name", "area"), [("simple_tag", 1.0), ("popp", 0.9)])
+@pytest.mark.slow
 def test_starts_are_spread_over_the_area(name, area):
     env = envs.make(name, num_envs=4000)
     env.reset()
@@ -537,6 +538,7 @@ def test_a_shy_prey_waits_until_a_predator_comes_near_and_then_runs_for_good():
     assert scripted(env, "loyal")[3] == scripted(env, "chase")[3] != NONE
 
 
+@pytest.mark.slow
 def test_random_agents_take_every_action_alike():
     env = envs.make("simple_tag", num_envs=2500)
     env.reset()
@@ -578,6 +580,7 @@ def test_learners_stay_on_their_side(name, options, spec, seats):
 
 
 @pytest.mark.parametrize("name", ["vdn", "qmix"])
+@pytest.mark.slow
 def test_team_scripts_reject_both_sides(name, tmp_path):
     message = "--team self: simple_tag has two sides, of which one can learn: --team 3learner1chase"
     with pytest.raises(SystemExit, match=message):
@@ -602,6 +605,7 @@ def test_scripts_train_on_it(name, env_id, options, tmp_path):
 
 # ---- bridges, pictures, other ways to run it ----
 @pytest.mark.parametrize("name", envs.predator_prey.IDS)
+@pytest.mark.slow
 def test_bridges(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -637,6 +641,7 @@ def history():
     return np.stack(rows)
 
 
+@pytest.mark.slow
 def test_plain_python_plays_what_compiled_code_plays(tmp_path):
     file, here = tmp_path / "history.npy", Path(__file__)
     folders = os.pathsep.join([str(here.parents[1]), str(here.parent)])

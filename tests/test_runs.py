@@ -558,6 +558,20 @@ def test_exit_codes(way, tmp_path):
     assert process.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "EOF": 143}[way]
 
 
+@posix
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path, monkeypatch):
+    """As by nohup: who logs out does not stop the run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    count = runs.Run.count
+    monkeypatch.setattr(
+        runs.Run, "count", lambda self, *numbers: signal.raise_signal(signal.SIGHUP) or count(self, *numbers)
+    )
+    try:
+        assert (train("iql", tmp_path)["run"].folder / "results.json").exists()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_bad_arguments_have_exit_code_2(tmp_path):
     for options in ({"gamma": 2}, {"env_id": "4m"}, {"team": "9x"}, {"seed": -1}, {"hidden_dim": 10**9}):
         with pytest.raises(SystemExit) as end:
