@@ -109,6 +109,7 @@ def _check_networks(path, networks):
 
 def _short(value, length=60):
     text = repr(value) if not isinstance(value, torch.Tensor) else f"a tensor {tuple(value.shape)}"
+    text = " ".join(text.split())
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
