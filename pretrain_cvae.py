@@ -140,10 +140,18 @@ class Pretraining:
         return {"rng": runs.rng_state(self.args), "start": self.start, "optimizers": optimizers, **self.progress}
 
     def load_state_dict(self, state):
+        before = self.runner.state_dict()
+        self.runner.load_state_dict(state["start"]["runner"])  # what it does not accept is refused now, not later
+        self.runner.load_state_dict(before)
         self.rng, self.start = state["rng"], state["start"]
-        self.progress = {name: state[name] for name in self.progress}
+        for rng in (self.rng, self.start["rng"]):
+            runs.check_rng_state(rng)
+        for name, kind in (("update", int), ("patience", int), ("best", float)):
+            if type(state[name]) is not kind or not state[name] >= 0:
+                raise ValueError(f"{name} of the pre-training is {state[name]!r:.60}")
+            self.progress[name] = state[name]
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
+            checkpoints.load_optimizer(optimizer, saved)
 
 
 def vae_loss(args, vae, states):

@@ -203,6 +203,8 @@ def _programs(*functions):
 
 # ---- what comes from outside ----
 MOST = 2**31 - 1  # of a number that the rules go by
+MOST_STEPS = 100_000  # of a match
+MOST_REWARD = 1e6
 
 
 def whole_seed(seed):
@@ -236,6 +238,15 @@ def check_number(name, value, least, most):
 def check_whole_number(name, value, least, most):
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= most:
         raise ValueError(f"{name} is a whole number from {least} to {most}, not {value!r}")
+
+
+def number_table(values, shape):
+    """The values as a tensor of that shape, of rewards that are small enough; None if they are something else."""
+    try:
+        table = torch.tensor(values, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return table if table.shape == shape and (table.abs() <= MOST_REWARD).all() else None
 
 
 def check_range(values, least, most, called):

@@ -76,9 +76,7 @@ def read_run(folder):
         raise ValueError(f"{path} is damaged: it is of {saved['env_id']}, but its arguments are not")
     if not isinstance(saved.get("resume"), (str, types.NoneType)) or "/" in (saved.get("resume") or ""):
         raise ValueError(f"{path}: resume is the name of a file, not {_short(saved['resume'])}")
-    for network, weights in saved["networks"].items():
-        if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-            raise ValueError(f"{path}: networks: {_short(network)} has something else than tensors")
+    _check_networks(path, saved["networks"])
     check_tensors(path, saved)
     return saved
 
@@ -89,6 +87,12 @@ def _check(path, name, kind, value):
         raise ValueError(f"{path} is damaged: {name} is {_short(value)}")
     if isinstance(value, (int, float)) and not 0 <= value < 2**63:
         raise ValueError(f"{path} is damaged: {name} is {_short(value)}")
+
+
+def _check_networks(path, networks):
+    for network, weights in networks.items():
+        if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+            raise ValueError(f"{path}: networks: {_short(network)} has something else than tensors")
 
 
 def _short(value, length=60):
@@ -118,8 +122,9 @@ def read_networks(path, requirements):
     saved = read(path)
     if saved.get("requirements") != requirements:
         raise ValueError(f"it is for {_short(saved.get('requirements'), 400)}, not for {requirements}")
-    if not isinstance(saved.get("networks"), dict) or not all(isinstance(v, dict) for v in saved["networks"].values()):
+    if not isinstance(saved.get("networks"), dict):
         raise ValueError("it has no networks by name")
+    _check_networks("it", saved["networks"])
     check_tensors(path, saved)
     return saved["networks"]
 

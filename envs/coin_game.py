@@ -4,12 +4,12 @@ One match is scalar code on arrays indexed by match m and player a. Cells are nu
 docs/coin_game.md has the rules in words.
 """
 
-import math
 from collections import namedtuple
 
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
 from envs.vector import draw, scalar
 
@@ -24,6 +24,7 @@ NEVER = -1
 FOR_PLAYER, FOR_COIN, FOR_ACTION = 0, 2, 4  # what a random number is for, plus the player
 IDS = {"coin_game": 3, "coin_game_5x5": 5}
 LIMITS = {"jaxmarl": 100, "lola": 150}
+MOST_CELLS = 16  # of a row
 
 Rule = namedtuple("Rule", (*RULE, "size", "lola", "patience"))
 Game = namedtuple("Game", (*TENSORS, "player", "coin", "since", "taken", "last", "earned", "payoff"))
@@ -223,15 +224,18 @@ class CoinGame(Batch):
         patience=10,
     ):
         size = IDS[name] if size is None else size
-        if rules not in LIMITS:
+        if rules not in tuple(LIMITS):
             raise ValueError(f"{name}: rules are one of {', '.join(LIMITS)}, not {rules!r}")
         limit = LIMITS[rules] if limit is None else limit
-        for word, number, least in (("size", size, 2), ("limit", limit, 1), ("patience", patience, 1)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ValueError(f"{name}: {word} is a whole number from {least} up, not {number!r}")
-        payoff = [list(row) for row in payoffs]
-        if [len(row) for row in payoff] != [3, 3] or not all(math.isfinite(x) for row in payoff for x in row):
-            raise ValueError(f"{name}: payoffs are (own coin, other's, penalty) of both players, not {payoffs!r}")
+        batch.check_whole_number(f"{name}: size", size, 2, MOST_CELLS)
+        for word, number in (("limit", limit), ("patience", patience)):
+            batch.check_whole_number(f"{name}: {word}", number, 1, batch.MOST_STEPS)
+        payoff = batch.number_table(payoffs, (2, 3))
+        if payoff is None:
+            numbers = f"numbers from {-batch.MOST_REWARD:g} to {batch.MOST_REWARD:g}"
+            raise ValueError(
+                f"{name}: payoffs are (own coin, other's, penalty) of both players, {numbers}, not {payoffs!r}"
+            )
         self.size, self.actions_named = size, ACTIONS[: 4 if rules == "lola" else 5]
         cells = size * size
         self.ranges = {"player": (0, cells - 1), "coin": (NOWHERE, cells - 1), "since": (NEVER, limit),
@@ -242,7 +246,7 @@ class CoinGame(Batch):
         numbers = 4 * size * size
         sizes = (len(self.actions_named), numbers, numbers + 1, limit)
         super().__init__(name, num_envs, device, seed, ["player_0", "player_1"], sizes, autoreset, check, simulation)
-        self._tables = {"payoff": torch.tensor(payoff, dtype=number).to(self.device)}
+        self._tables = {"payoff": payoff.to(self.device)}
         self.play(
             (reset_one, step_one, observe_one, act_one), Game, Rule, self.n_actions - 1, self._tables, lanes=8,
             size=size, lola=int(rules == "lola"), patience=patience,

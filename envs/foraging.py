@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
 from envs.vector import draw, scalar
 
@@ -23,6 +24,7 @@ H1, H2, H3, H4, ROWS, ROWS_BACK, COLUMNS, COLUMNS_BACK, DIAGONAL, INSIDE, OUTSID
 GONE = -1
 ATTEMPTS = 1000  # draws of a cell, for a player or for all foods
 LONGEST = 64  # rows and columns at most
+MOST_LEVELS = 1000
 NEVER = 1 << 30  # patience of those who do not give up
 FOR_PLAYER, FOR_LEVEL, FOR_FOOD, FOR_FOOD_LEVEL, FOR_ACTION = range(5)  # what a random number is for
 LANES = 8  # of a match on CUDA
@@ -122,7 +124,7 @@ def load(m, f, rule, game):
         if game.last[m, a] == LOAD and distance(m, a, f, game) == 1:
             if strength >= worth:
                 share = np.float32(game.level[m, a] * worth)
-                game.reward[m, a] = share / np.float32(strength * game.spawned[m])
+                game.reward[m, a] = share / np.float32(strength * max(game.spawned[m], 1))
             else:
                 game.reward[m, a] = -rule.penalty
                 game.tries[m, a, f] += 1
@@ -480,7 +482,13 @@ class Foraging(Batch):
         prosocial = stage if prosocial is None else prosocial
         one_hot = stage if one_hot is None else one_hot
         refuse_what_does_not_fit(name, rows, cols, agents, foods, sight, limit, max_player_level, patience, penalty)
+        batch.check_flag(f"{name}: prosocial", prosocial)
+        batch.check_flag(f"{name}: one_hot", one_hot)
         self.rows, self.cols, self.foods, self.sight, self.one_hot = rows, cols, foods, sight, one_hot
+        most_food = foods * 3 * MOST_LEVELS
+        self.ranges = {"row": (0, rows - 1), "col": (0, cols - 1), "level": (0, MOST_LEVELS), "food_row": (0, rows - 1),
+                       "food_col": (0, cols - 1), "food": (0, 3 * MOST_LEVELS), "spawned": (0, most_food),
+                       "last": (NONE, LOAD), "tries": (0, limit)}  # fmt: skip
         self.team_reward, self.default_others = prosocial, ORDERS if coop else HEURISTICS
         highest = 1 if lowest else max_player_level * min(agents, 3)
         self._window = min(2 * sight + 1, rows), min(2 * sight + 1, cols)  # rows and columns in view, at most
@@ -547,12 +555,13 @@ class Foraging(Batch):
         return self._outputs["obs"], self._info
 
     def _fitting(self, name, values, like, least, most):
-        values = torch.as_tensor(values, device=self.device)
+        values = self._given(values, f"{name} has shape {tuple(like.shape)}")
         if values.shape != like.shape:
             raise ValueError(f"{name} has shape {tuple(like.shape)}, not {tuple(values.shape)}")
-        if not ((values >= least) & (values <= most)).all():
+        values = values.real if values.is_complex() else values
+        if not ((values >= least) & (values <= most) & (values.double() % 1 == 0)).all():
             raise ValueError(f"{name} are whole numbers from {least} to {most}")
-        return values
+        return values.long()
 
     def places(self, obs):
         """(row and column of every other player (..., others, 2), whether it is seen), read off observations.
@@ -573,6 +582,7 @@ class Foraging(Batch):
 
     def scene(self, index=0):
         """What a picture of one match shows, as plain numbers and words."""
+        self._check_index(index)
         simulation = {key: tensor[index].tolist() for key, tensor in self._simulation.items()}
         match = simulation["match"]
         status = "running"
@@ -616,10 +626,10 @@ def refuse_what_does_not_fit(name, rows, cols, agents, foods, sight, limit, max_
         refuse(f"there are 1 to 9 players and 1 to 9 foods, not {agents} and {foods}")
     if sight < 1:
         refuse("players see at least 1 cell around them")
-    for word, number in (("limit", limit), ("max_player_level", max_player_level), ("patience", patience)):
-        none = word == "patience" and number is None
-        if not none and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            more = ", or None for never giving up" if word == "patience" else ""
-            refuse(f"{word} is a whole number from 1 up{more}, not {number!r}")
-    if not 0 <= penalty < np.inf:
-        refuse(f"penalty is a number from 0 up, not {penalty!r}")
+    batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
+    batch.check_whole_number(f"{name}: max_player_level", max_player_level, 1, MOST_LEVELS)
+    if patience is not None:
+        batch.check_whole_number(
+            f"{name}: patience, if it is not None for never giving up,", patience, 1, batch.MOST_STEPS
+        )
+    batch.check_number(f"{name}: penalty", penalty, 0, batch.MOST_REWARD)

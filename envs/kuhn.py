@@ -8,6 +8,7 @@ from collections import namedtuple
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
 from envs.vector import draw, scalar, uniform
 
@@ -235,11 +236,10 @@ class Kuhn(Batch):
     def __init__(
         self, name, num_envs=1, device="cpu", seed=0, n_agents=None, *, autoreset=False, check=None, limit=100
     ):
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise ValueError(f"{name}: limit is a whole number from 1 up, not {limit!r}")
+        batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
         whole = torch.int32
         self.ranges = {"card": (JACK, KING), "last_card": (NONE, KING), "bets": (NONE, BET), "turn": (0, TURNS - 1),
-                       "hands": (0, limit), "counts": (0, limit)}  # fmt: skip
+                       "hands": (0, limit), "counts": (0, limit), "earned": (-2 * limit, 2 * limit)}  # fmt: skip
         super().__init__(
             name, num_envs, device, seed, ["player_0", "player_1"], (len(ACTIONS), 14, 19, limit), autoreset, check,
             {"card": (whole, (num_envs, 2)), "last_card": (whole, (num_envs, 2)), "bets": (whole, (num_envs, TURNS)),

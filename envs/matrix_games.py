@@ -8,6 +8,7 @@ from collections import namedtuple
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
 from envs.vector import scalar, uniform
 
@@ -139,16 +140,13 @@ class MatrixGame(Batch):
         limit=100,
         payoffs=None,
     ):
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise ValueError(f"{name}: limit is a whole number from 1 up, not {limit!r}")
+        batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
         self.action_names, usual = GAMES[name]
-        try:
-            payoff = torch.tensor(usual if payoffs is None else payoffs, dtype=torch.float32)
-        except (TypeError, ValueError):
-            payoff = torch.zeros(0)
-        if payoff.shape != (2, 2, 2) or not payoff.isfinite().all():
+        payoff = batch.number_table(usual if payoffs is None else payoffs, (2, 2, 2))
+        if payoff is None:
             example = "[[(-1, -1), (-3, 0)], [(0, -3), (-2, -2)]]"
-            raise ValueError(f"{name}: payoffs are 2 x 2 pairs of finite numbers, such as {example}, not {payoffs!r}")
+            numbers = f"numbers from {-batch.MOST_REWARD:g} to {batch.MOST_REWARD:g}"
+            raise ValueError(f"{name}: payoffs are 2 x 2 pairs of {numbers}, such as {example}, not {payoffs!r}")
         self.payoffs, self.zero_sum = payoff.tolist(), not payoff.sum(-1).any()
         self.ranges = {"last": (NONE, SECOND), "streak": (0, limit), "times": (0, limit)}
         whole, number = torch.int32, torch.float32

@@ -5,6 +5,7 @@ obstacles. The physics is in float64, as MPE2's: a contact doubles rounding erro
 operations that round alike on the CPU and on CUDA. docs/predator_prey.md has the rules in words.
 """
 
+import functools
 import math
 import re
 from collections import namedtuple
@@ -12,6 +13,7 @@ from collections import namedtuple
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
 from envs.vector import draw, scalar, uniform
 
@@ -22,6 +24,8 @@ CHASE, CLOSE, FAR, FELLOW, LOYAL, RANDOM = range(len(POLICIES))
 FOR_PLACE, FOR_ACTION, FOR_GOAL, FOR_TURN = range(4)  # what a random number is for
 IDS = ("simple_tag", "popp")
 PATTERN = re.compile(r"simple_tag_(\d+)v(\d+)")
+MOST_AGENTS = 16  # predators, prey and obstacles, each
+FARTHEST = 1000.0  # where things can be put, and how fast
 
 TIME_STEP, KEPT_SPEED, STIFFNESS, MARGIN = 0.1, 0.75, 100.0, 0.001
 OBSTACLE_RADIUS, OBSTACLE_AREA = 0.2, 0.9
@@ -448,14 +452,13 @@ class PredatorPrey(Batch):
         prey = prey if prey is not None else (int(sizes[2]) if sizes else 1)
         if predators is None:
             predators = int(sizes[1]) if sizes else 3
-            if n_agents is not None:
+            if n_agents is not None and isinstance(n_agents, int) and isinstance(prey, int):
                 predators = n_agents - prey
         limit = limit if limit is not None else (50 if hidden else 25)
         learner = learner if learner is not None else ("prey" if hidden else "predator")
-        numbers = {"predators": (predators, 1), "prey": (prey, 1), "obstacles": (obstacles, 0), "limit": (limit, 1)}
-        for word, (number, least) in numbers.items():
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ValueError(f"{name}: {word} is a whole number from {least} up, not {number!r}")
+        for word, number, least in (("predators", predators, 1), ("prey", prey, 1), ("obstacles", obstacles, 0)):
+            batch.check_whole_number(f"{name}: {word}", number, least, MOST_AGENTS)
+        batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
         if learner not in ("predator", "prey"):
             raise ValueError(f'{name}: learner is "predator" or "prey", not {learner!r}')
         agents = predators + prey
@@ -465,6 +468,11 @@ class PredatorPrey(Batch):
         start = 0.9 if hidden else 1.0
         self.obs_bound = -HIDDEN if hidden else 2.1 + 2 * limit * TIME_STEP * 1.3  # nobody is faster than 1.3
         velocity_first = hidden if velocity_first is None else velocity_first
+        batch.check_flag(f"{name}: velocity_first", velocity_first)
+        far = 2 * FARTHEST + limit  # nobody gets farther from where it was put
+        goals = torch.tensor([agents - 1] * predators + [3] * prey)
+        self.ranges = {"place": (-far, far), "velocity": (-far, far), "last": (NONE, UP), "goal": (0, goals),
+                       "touches": (0, predators * prey * limit), "alarmed": (0, 1)}  # fmt: skip
         real, whole = torch.float64, torch.int32
         obs_dim = 4 + 2 * (obstacles + agents - 1 + prey)
         super().__init__(
@@ -497,12 +505,17 @@ class PredatorPrey(Batch):
             "velocities": (velocities, velocity),
             "obstacles": (obstacles, place[:, self.n_agents :]),
         }
+        given = {}
         for name, (values, target) in targets.items():
             if values is not None:
-                values = torch.as_tensor(values, device=self.device)
-                if values.shape != target.shape:
-                    raise ValueError(f"{name} has shape {tuple(target.shape)}, not {tuple(values.shape)}")
-                target.copy_(values)
+                values = self._given(values, f"{name} has shape {tuple(target.shape)}")
+                if values.shape != target.shape or values.is_complex():
+                    shapes = f"{tuple(target.shape)}, not {values.dtype} {tuple(values.shape)}"
+                    raise ValueError(f"{name} has real numbers of shape {shapes}")
+                batch.check_range(values, -FARTHEST, FARTHEST, functools.partial(self._called, name))
+                given[name] = values
+        for name, values in given.items():
+            targets[name][1].copy_(values)
         self._run(LOOK)
         return self._outputs["obs"], self._info
 
@@ -524,6 +537,7 @@ class PredatorPrey(Batch):
 
     def scene(self, index=0):
         """What a picture of one match shows, as plain numbers and words."""
+        self._check_index(index)
         match, place, velocity, earned = (
             self._simulation[name][index].tolist() for name in ("match", "place", "velocity", "earned")
         )

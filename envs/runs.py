@@ -256,6 +256,11 @@ def set_rng_state(state):
         torch.cuda.set_rng_state(state[1])
 
 
+def check_rng_state(state):
+    """Raises a TypeError or RuntimeError if it is no random state."""
+    torch.Generator().set_state(state[0])
+
+
 def _do_not_import_torch_compile():
     """torch.optim imports torch.compile only to say what it should not compile, which takes seconds at every start.
 

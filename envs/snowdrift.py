@@ -4,12 +4,12 @@ One match is scalar code on arrays indexed by match m and player a. Cells are nu
 the rules in words.
 """
 
-import math
 from collections import namedtuple
 
 import numpy as np
 import torch
 
+from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
 from envs.vector import draw, scalar
 
@@ -20,6 +20,7 @@ ND, FIX, REC, RAND = range(len(POLICIES))  # cleaner, defector, reciprocator, an
 NONE = -1
 FOR_PLAYER, FOR_DRIFT, FOR_ACTION = range(3)  # what a random number is for
 IDS = {"snowdrift": 8, "snowdrift_4x4": 4}
+MOST_CELLS, MOST_PLAYERS = 64, 16  # of a row; of a match
 
 Rule = namedtuple("Rule", (*RULE, "size", "drifts", "gain", "cost"))
 Game = namedtuple("Game", (*TENSORS, "player", "drift", "left", "removed", "last", "earned"))
@@ -189,17 +190,12 @@ class Snowdrift(Batch):
     ):
         size = IDS[name] if size is None else size
         agents = 4 if n_agents is None else n_agents
-        for word, number, least, most in (
-            ("n_agents", agents, 1, math.inf), ("size", size, 1, 64), ("drifts", drifts, 1, math.inf),
-            ("limit", limit, 1, math.inf),
-        ):  # fmt: skip
-            if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-                upwards = "up" if most == math.inf else f"to {most}"
-                raise ValueError(f"{name}: {word} is a whole number from {least} {upwards}, not {number!r}")
-        if drifts > size * size:
-            raise ValueError(f"{name}: {drifts} drifts do not fit on {size} x {size} cells")
-        if not (math.isfinite(gain) and math.isfinite(cost)):
-            raise ValueError(f"{name}: gain and cost are finite numbers, not {gain} and {cost}")
+        batch.check_whole_number(f"{name}: n_agents", agents, 1, MOST_PLAYERS)
+        batch.check_whole_number(f"{name}: size", size, 1, MOST_CELLS)
+        batch.check_whole_number(f"{name}: drifts", drifts, 1, size * size)
+        batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
+        batch.check_number(f"{name}: gain", gain, -batch.MOST_REWARD, batch.MOST_REWARD)
+        batch.check_number(f"{name}: cost", cost, -batch.MOST_REWARD, batch.MOST_REWARD)
         self.size, self.drifts = size, drifts
         self.ranges = {"player": (0, size * size - 1), "drift": (0, 1), "left": (0, drifts),
                        "removed": (0, drifts), "last": (NONE, REMOVE)}  # fmt: skip

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 IPD = {"env_id": "matrix_ipd", "team": "scripted", "total_timesteps": 1500}
 
 
-@pytest.mark.parametrize("env_id", ["stag_hunt_4x4", "3m", "kuhn"])
+@pytest.mark.parametrize("env_id", ["stag_hunt_4x4", pytest.param("3m", marks=pytest.mark.slow), "kuhn"])
 @pytest.mark.parametrize("autoreset", [False, True])
 def test_an_encounter_is_the_matches_of_a_batch_without_encounters(env_id, autoreset):
     """One after the other: the same observations, rewards and ends, but the end of an episode comes with the last."""
@@ -135,6 +135,7 @@ def test_values_reach_from_one_match_to_the_next(monkeypatch):
         assert (seen[-1] & before_the_end).any() == (encounters == 1)  # who leaves the only match has ended
 
 
+@pytest.mark.slow
 def test_a_run_that_keeps_its_memory_plays_single_matches_and_encounters(tmp_path):
     folder = train("iql", tmp_path, **IPD, encounter=2, keep_memory=True)["run"].folder
     for encounters in (1, 2):

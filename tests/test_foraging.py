@@ -162,6 +162,7 @@ def test_the_package_plays_the_same_over_many_matches(name):
     assert taken >= 60 and cleared >= 2
 
 
+@pytest.mark.slow
 def test_ids_registered_by_the_package_have_its_sizes():
     import lbforaging  # noqa: F401  registers them
 
@@ -254,10 +255,18 @@ def test_unknown_ids_show_the_pattern():
         ("Foraging-8x8-2p-10f-v3", {}, "1 to 9 players and 1 to 9 foods, not 2 and 10"),
         ("Foraging-0s-8x8-2p-3f-v3", {}, "at least 1 cell"),
         ("Foraging-8x8-2p-3f-v3", {"n_agents": 3}, "played by 2 agents, not 3"),
-        ("Foraging-8x8-2p-3f-v3", {"limit": 0}, "limit is a whole number from 1 up, not 0"),
-        ("Foraging-8x8-2p-3f-v3", {"patience": 0}, "patience is a whole number from 1 up, or None"),
-        ("Foraging-8x8-2p-3f-v3", {"max_player_level": 1.5}, "max_player_level is a whole number from 1 up, not 1.5"),
-        ("Foraging-8x8-2p-3f-v3", {"penalty": -1}, "penalty is a number from 0 up, not -1"),
+        ("Foraging-8x8-2p-3f-v3", {"limit": 0}, "limit is a whole number from 1 to 100000, not 0"),
+        (
+            "Foraging-8x8-2p-3f-v3",
+            {"patience": 0},
+            "patience, if it is not None .* is a whole number from 1 to 100000, not 0",
+        ),
+        (
+            "Foraging-8x8-2p-3f-v3",
+            {"max_player_level": 1.5},
+            "max_player_level is a whole number from 1 to 1000, not 1.5",
+        ),
+        ("Foraging-8x8-2p-3f-v3", {"penalty": -1}, "penalty is a number from 0 to 1e\\+06, not -1"),
         ("Foraging-8x8-2p-3f-v3", {"sight": 2}, "no option 'sight'"),
     ],
 )
@@ -596,6 +605,7 @@ def test_two_who_want_the_same_cell_do_not_stay_stuck():
     assert (earned == 0.5).all()
 
 
+@pytest.mark.slow
 def test_orders_reach_every_food_on_crowded_fields():
     """Round other foods: whoever walks an order alone has tried every food in time."""
     env = envs.make("Foraging-8x8-1p-9f-coop-v3", num_envs=100, limit=400, patience=1, max_player_level=1)
@@ -607,6 +617,7 @@ def test_orders_reach_every_food_on_crowded_fields():
         assert won.all(), policy
 
 
+@pytest.mark.slow
 def test_random_players_take_every_available_action_alike():
     env = placed("Foraging-8x8-2p-3f-v3", [(2, 3), (0, 0)], [(3, 3)])
     many = envs.make("Foraging-8x8-2p-3f-v3", num_envs=6000)
@@ -632,6 +643,7 @@ def test_default_others_are_orders_where_foods_take_all():
 
 # ---- bridges and pictures ----
 @pytest.mark.filterwarnings("ignore:Observation")
+@pytest.mark.slow
 def test_pettingzoo():
     name = "Foraging-2s-8x8-2p-2f-coop-v3"
     with warnings.catch_warnings():
@@ -642,6 +654,7 @@ def test_pettingzoo():
 
 
 @pytest.mark.parametrize("name", ["Foraging-8x8-2p-3f-v3", "foraging_orders"])
+@pytest.mark.slow
 def test_gymnasium(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -687,6 +700,7 @@ def history():
     return np.concatenate(rows)
 
 
+@pytest.mark.slow
 def test_plain_python_plays_what_compiled_code_plays(tmp_path):
     file, here = tmp_path / "history.npy", Path(__file__)
     folders = os.pathsep.join([str(here.parents[1]), str(here.parent)])

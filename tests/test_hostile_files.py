@@ -64,7 +64,9 @@ VALUES = {
     "progress/complete": [3],
     "resume": ["../checkpoint.pt", 3],
 }
-CHECKPOINTS = [*((key, ...) for key in KEYS), *((path, value) for path, values in VALUES.items() for value in values)]
+CHECKPOINTS = [pytest.param(key, ..., marks=pytest.mark.slow) for key in KEYS]
+for path, (first, *others) in VALUES.items():
+    CHECKPOINTS += [(path, first), *(pytest.param(path, value, marks=pytest.mark.slow) for value in others)]
 PLAYS = {"optimizer", "updates", "args/seed", "args/gamma"}  # what a player does not need
 
 

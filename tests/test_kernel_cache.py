@@ -165,6 +165,7 @@ def run_in(folder, program, **environment):
 
 
 @pytest.mark.parametrize("place", ["beside the modules", "nowhere"])
+@pytest.mark.slow
 def test_without_a_place_to_write_it_goes_elsewhere_or_does_without(tmp_path, place):
     """Files where there should be folders: root may write to any folder."""
     copy_of_envs(tmp_path)

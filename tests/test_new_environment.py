@@ -102,6 +102,7 @@ def test_how_soon_they_meet(meet, policies):
         assert info["won"].tolist() == (steps <= step).tolist()
 
 
+@pytest.mark.slow
 def test_plain_python_plays_what_compiled_code_plays(meet, tmp_path):
     file, folder = tmp_path / "history.npy", Path(meet.__file__).parent
     program = (
@@ -131,6 +132,7 @@ def test_make_and_the_bridges_know_it_by_its_entry(meet, monkeypatch):
     parallel_api_test(parallel_env("meet"), num_cycles=100)
 
 
+@pytest.mark.slow
 def test_an_edit_is_compiled_anew(meet, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "meet", meet)  # to be put back
     edited = EXAMPLE.replace("game.reward[m, 1] = met", "game.reward[m, 1] = 2 * met")

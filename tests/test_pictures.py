@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageColor
+from scripts import NOT_TRAINED
 
 import envs
 from envs import checkpoints, page, play, render
@@ -425,11 +426,11 @@ def test_a_run_folder_is_played_by_its_script(tmp_path, monkeypatch):
     env = envs.make("3m")
     with pytest.raises(ValueError, match=r"no checkpoint\.pt in .*toy_run"):
         play.load_policy(str(folder), env)
-    for algorithm in ("unheard_of", "../toy", None):
-        torch.save({"algorithm": algorithm}, folder / "checkpoint.pt")
-        with pytest.raises(ValueError, match=f"toy_run: there is no script {algorithm}.py in .* or the current folder"):
-            play.load_policy(str(folder), env)
-    torch.save({"algorithm": "toy", "args": {"seed": 3}, "bias": torch.tensor(7)}, folder / "checkpoint.pt")
+    content = {"env_id": "3m", "sizes": checkpoints.env_sizes(env), "args": {"seed": 3}, "networks": {}, **NOT_TRAINED}
+    torch.save({**content, "algorithm": "unheard_of"}, folder / "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"toy_run: there is no script unheard_of\.py in .* or the current folder"):
+        play.load_policy(str(folder), env)
+    torch.save({**content, "algorithm": "toy", "bias": torch.tensor(7)}, folder / "checkpoint.pt")
     run("3m", "--policy", folder, "--out", tmp_path / "match.html")
     frames = recorded(tmp_path / "match.html")["episodes"][0]["frames"]
     assert len(frames) > 5

@@ -837,6 +837,7 @@ def history():
     return np.stack(rows)
 
 
+@pytest.mark.slow
 def test_plain_python_plays_what_compiled_code_plays(tmp_path):
     file, here = tmp_path / "history.npy", Path(__file__)
     folders = os.pathsep.join([str(here.parents[1]), str(here.parent)])

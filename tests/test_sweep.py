@@ -281,6 +281,7 @@ def in_use(error):
 
 
 @posix
+@pytest.mark.slow
 def test_runs_end_with_a_sweep_that_is_killed(tmp_path, capsys):
     """Until the last has saved, the same command refuses; then it continues."""
     words = ("--env-ids", "a", "--seeds", 2, "--jobs", 2)
@@ -300,6 +301,7 @@ def test_runs_end_with_a_sweep_that_is_killed(tmp_path, capsys):
     assert all(len(steps) == 2 and 0 < steps[1] < 60 for steps in launches(tmp_path).values())
 
 
+@pytest.mark.slow
 def test_two_sweeps_do_not_start_the_same_run(tmp_path, capsys):
     """Not even where it has no folder yet."""
     words, options = ("--env-ids", "a", "--seeds", 1), ("--begin-after", "begin", "--total-timesteps", 3)
