@@ -87,6 +87,7 @@ class Pretraining:
         print(f"Pre-training on {args.pretrain_timesteps:,} steps of the others' play ...")
         runs.set_rng_state(self.start["rng"])
         self.runner.load_state_dict(self.start["runner"])
+        self.runner.should_stop = getattr(self, "should_stop", None)  # of the run that this is part of
         *rounds, held_out = self.runner.collect(args.pretrain_timesteps)
         states = torch.cat([model.states(episodes, episodes["obs"])[episodes["mask"]] for episodes in rounds])
         test_states = model.states(held_out, held_out["obs"])[held_out["mask"]][:8192]
@@ -140,16 +141,11 @@ class Pretraining:
         return {"rng": runs.rng_state(self.args), "start": self.start, "optimizers": optimizers, **self.progress}
 
     def load_state_dict(self, state):
-        before = self.runner.state_dict()
-        self.runner.load_state_dict(state["start"]["runner"])  # what it does not accept is refused now, not later
-        self.runner.load_state_dict(before)
+        for matches in (state["start"]["runner"], self.runner.state_dict()):  # what does not fit is refused now
+            self.runner.load_state_dict(matches)
         self.rng, self.start = state["rng"], state["start"]
-        for rng in (self.rng, self.start["rng"]):
-            runs.check_rng_state(rng)
-        for name, kind in (("update", int), ("patience", int), ("best", float)):
-            if type(state[name]) is not kind or not state[name] >= 0:
-                raise ValueError(f"{name} of the pre-training is {state[name]!r:.60}")
-            self.progress[name] = state[name]
+        runs.check_rng_states(self.rng, self.start["rng"])
+        self.progress = {name: checkpoints.number(state, name, type(old)) for name, old in self.progress.items()}
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             checkpoints.load_optimizer(optimizer, saved)
 

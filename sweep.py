@@ -269,7 +269,10 @@ class OnRay:
         except ImportError:
             raise SystemExit('--ray-address needs Ray: pip install -e ".[ray]"') from None
         self.ray, self.args, self.folder = ray, args, Path(folder)
-        ray.init(address=args.ray_address, logging_level="warning", log_to_driver=False)
+        try:
+            ray.init(address=args.ray_address, logging_level="warning", log_to_driver=False)
+        except Exception as error:  # Ray has many
+            refuse(f"--ray-address {args.ray_address}: {(str(error) or repr(error)).strip().splitlines()[0][:200]}")
         if __name__ != "__main__":
             ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # nodes do not have this file
         demand = {"num_cpus": 0, "num_gpus": 1 / args.runs_per_gpu} if args.cuda else {"num_cpus": 1}

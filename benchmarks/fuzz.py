@@ -309,7 +309,7 @@ def run_script(script, words, patience=8.0):
             signal.signal(number, handler)
         while runs._size_limits:
             runs._size_limits.pop().remove()
-    if "Traceback" in errors.getvalue() or code not in CODES or "\n" in message or len(message) > 1000:
+    if "Traceback" in errors.getvalue() or code not in CODES or "\n" in message or len(message) > 2000:
         last = (errors.getvalue().strip().splitlines() or [message])[-1]
         places = [line.strip() for line in errors.getvalue().splitlines() if line.startswith("  File ")]
         return "FAILED", f"{script} {shlex.join(map(str, words))}: exit code {code}, {last[:300]} {places[-1:]}"

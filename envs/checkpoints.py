@@ -33,6 +33,7 @@ KINDS = {  # what a checkpoint has, and of which type
     "progress": dict,
 }
 PROGRESS = {"steps": int, "episodes": int, "seconds": float, "evals": list, "complete": bool, "next_eval": int}
+EVALUATION = ("steps", "seconds", "win_rate", "episodic_return")
 SIZES = ("n_agents", "n_actions", "obs_dim", "state_dim", "episode_limit")  # what inputs and outputs depend on
 LARGEST_WEIGHT = 2**24  # numbers in a weight that no checkpoint has to prove
 
@@ -64,9 +65,13 @@ def read_run(folder):
         _check(path, name, kind, saved.get(name))
     for name, kind in PROGRESS.items():
         _check(path, f"progress: {name}", (int, float) if kind is float else kind, saved["progress"].get(name))
+    for evaluation in saved["progress"]["evals"]:
+        numbers = [evaluation.get(name) for name in EVALUATION] if isinstance(evaluation, dict) else [None]
+        if not all(isinstance(number, (int, float)) and abs(number) < 2**63 for number in numbers):
+            raise ValueError(f"{path} is damaged: progress: evals has {_short(evaluation)}")
     for name in SIZES:
         _check(path, f"sizes: {name}", int, saved["sizes"].get(name))
-    if not saved["algorithm"].isidentifier():
+    if not saved["algorithm"].isidentifier() or len(saved["algorithm"]) > 100:
         raise ValueError(f"{path}: algorithm is the name of a script, not {_short(saved['algorithm'])}")
     for name in ("env_id", "exp_name"):
         value = saved["args"].get(name, "")
@@ -87,6 +92,13 @@ def _check(path, name, kind, value):
         raise ValueError(f"{path} is damaged: {name} is {_short(value)}")
     if isinstance(value, (int, float)) and not 0 <= value < 2**63:
         raise ValueError(f"{path} is damaged: {name} is {_short(value)}")
+
+
+def number(state, name, kind):
+    """A number from 0 up of that very type; a ValueError if it is something else."""
+    if type(state[name]) is not kind or not state[name] >= 0 or (kind is int and state[name] >= 2**62):
+        raise ValueError(f"{name} is {_short(state[name])}")
+    return state[name]
 
 
 def _check_networks(path, networks):

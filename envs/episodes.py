@@ -26,6 +26,7 @@ from envs.batch import memory_of
 
 CHUNK = 8  # steps captured in one CUDA graph, between two checks whether all matches are over
 MAX_INVALID_ROUNDS = 20  # in a row, before giving up
+LONG_EVALUATION = 16  # rounds
 PER_AGENT = ("action", "reward", "obs", "avail", "alive")  # recorded for the learner's seats; all_<name>: for everybody
 OF_STEP = ("action", "all_action", "reward", "all_reward", "terminated")  # recorded with the step; the rest after it
 
@@ -250,6 +251,7 @@ class EpisodeRunner:
             episodes = {name: values[: len(rows), valid].clone() for name, values in self.episodes.items()}
             episodes["mask"] = episodes["alive"] & (rows <= lengths[valid].unsqueeze(-1))
             rounds.append(episodes)
+            self.check_stop()
         return rounds
 
     def evaluate(self, count):
@@ -260,6 +262,8 @@ class EpisodeRunner:
             *numbers, valid = self.play()
             results.append([tensor[valid].cpu() for tensor in numbers])
             played += len(results[-1][0])
+            if len(results) > LONG_EVALUATION:  # a shorter one is finished, so that the run resumes exactly
+                self.check_stop()
             for number, returns in self._returns_by_match(valid):
                 by_match.setdefault(f"return_{number}", []).append(returns)
         self.match_returns = {name: sum(means) / len(means) for name, means in sorted(by_match.items())}
@@ -304,7 +308,7 @@ class EpisodeRunner:
         return {"matches": matches, "rounds": self.rounds, "team_rounds": self.team.rounds}
 
     def load_state_dict(self, state):
-        self.rounds, self.team.rounds = state["rounds"], state["team_rounds"]
+        self.rounds, self.team.rounds = (checkpoints.number(state, name, int) for name in ("rounds", "team_rounds"))
         if self.rounds % self.team.encounter:  # in the middle of an encounter: the same others again
             self.team.rounds -= 1
             self.team.draw()

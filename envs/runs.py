@@ -256,9 +256,10 @@ def set_rng_state(state):
         torch.cuda.set_rng_state(state[1])
 
 
-def check_rng_state(state):
-    """Raises a TypeError or RuntimeError if it is no random state."""
-    torch.Generator().set_state(state[0])
+def check_rng_states(*states):
+    """Raises a TypeError or RuntimeError if one is no random state."""
+    for state in states:
+        torch.Generator().set_state(state[0])
 
 
 def _do_not_import_torch_compile():
@@ -752,7 +753,11 @@ def check_buffer(state, data, max_length):
     """Raises a ValueError if the state of a replay buffer with such `data` cannot be right."""
     lengths, size = state["lengths"], len(next(iter(data.values()))[0])
     filled = int((lengths > 0).sum())
-    if lengths.shape != (size,) or lengths.dtype != torch.int64 or not 0 <= state["cursor"] < size:
+    if (
+        lengths.shape != (size,)
+        or lengths.dtype != torch.int64
+        or not 0 <= checkpoints.number(state, "cursor", int) < size
+    ):
         raise ValueError(f"the buffer has {tuple(lengths.shape)} lengths from {state['cursor']} on, not ({size},)")
     if lengths.min() < 0 or lengths.max() > max_length:
         raise ValueError(f"lengths of episodes are from 0 to {max_length}, not {lengths.min()} to {lengths.max()}")

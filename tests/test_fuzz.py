@@ -164,3 +164,11 @@ def test_random_calls():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "0 failed" in result.stdout
+
+
+@pytest.mark.parametrize(("part", "cases"), [("commands", 12), ("files", 40)])
+def test_random_commands_and_files(part, cases):
+    command = [sys.executable, "benchmarks/fuzz.py", "--parts", part, "--cases", str(cases), "--minutes", "20"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 failed" in result.stdout
