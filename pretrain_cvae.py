@@ -68,9 +68,7 @@ FIELDS = {"obs": ("obs", "alive", "all_action"), "state": ("obs", "alive", "all_
 
 class Pretraining:
     """Trains the VAE on the states of played episodes, then the CVAE to expect the next state.
-
-    It is part of a run: stopped after any update, it goes on there. The episodes are not saved but played again.
-    """
+    A run that is stopped goes on after the same update; the episodes are not saved but played again."""
 
     def __init__(self, args, model, runner, warm_up=True):
         self.args, self.model, self.runner = args, model, runner
@@ -93,15 +91,14 @@ class Pretraining:
         test_states = model.states(held_out, held_out["obs"])[held_out["mask"]][:8192]
         if self.rng is not None:
             runs.set_rng_state(self.rng)
-        bar = tqdm(total=self.total, initial=progress["update"], disable=not sys.stderr.isatty(), desc="VAE, CVAE")
-        while progress["update"] < self.total:
-            if progress["update"] < args.pretrain_updates:
-                self.update_vae(states, test_states, log)
-            else:
-                self.update_cvae(rounds[progress["update"] % len(rounds)])
-            bar.update(progress["update"] - bar.n)
-            after_update()
-        bar.close()
+        with tqdm(total=self.total, initial=progress["update"], disable=not sys.stderr.isatty()) as bar:
+            while progress["update"] < self.total:
+                if progress["update"] < args.pretrain_updates:
+                    self.update_vae(states, test_states, log)
+                else:
+                    self.update_cvae(rounds[progress["update"] % len(rounds)])
+                bar.update(progress["update"] - bar.n)
+                after_update()
         with torch.no_grad(), preserved_rng(states.device):
             _, recon, kl = vae_loss(args, model.vae, test_states)
             inference = cvae_loss(args, model, held_out, slice(64))
@@ -196,8 +193,8 @@ if __name__ == "__main__":
     writer.close()
     content = {"algorithm": args.script, "env_id": args.env_id, "args": asdict(args), "errors": errors}
     content |= {"requirements": script.requirements(args, env), "networks": {"model": model.state_dict()}}
-    results = {"command": " ".join(sys.argv), "seconds": time.time() - STARTED, **errors, "args": asdict(args)}
-    results["versions"] = runs.versions()
+    results = {"command": " ".join(sys.argv), "seconds": time.time() - STARTED, **errors}
+    results |= {"args": asdict(args), "versions": runs.versions()}
     if not checkpoints.write(content, folder / "vae.pt") or not runs.write_json(results, folder / "results.json"):
         raise SystemExit(1)
     print(f"use it with: python {args.script}.py --env-id {args.env_id} --vae {folder / 'vae.pt'}")

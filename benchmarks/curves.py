@@ -40,7 +40,8 @@ if __name__ == "__main__":
     groups = {}
     for folder in args.runs:
         run = json.loads((folder / "results.json").read_text())
-        groups.setdefault(f"{run['algorithm']} {run['env_id']}", []).append(run)
+        if "evals" in run:  # pre-training has none
+            groups.setdefault(f"{run['algorithm']} {run['env_id']}", []).append(run)
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     for axes, against in zip(figure.subplots(1, 2, sharey=True), ("steps", "seconds")):
         for number, (label, group) in enumerate(sorted(groups.items())):

@@ -105,7 +105,7 @@ def test_returns_by_match_add_up_to_the_episode():
 
 
 # ---- runs ----
-@pytest.mark.parametrize("keep_memory", [True, False])
+@pytest.mark.parametrize("keep_memory", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_run_with_encounters_resumes_exactly(keep_memory, tmp_path):
     options = {**IPD, "encounter": 2, "keep_memory": keep_memory}
     whole = train("iql", tmp_path / "whole", **options)["run"].folder
@@ -168,7 +168,7 @@ def test_an_oracle_is_told_who_the_others_are():
         assert torch.equal(who[0, m].sum(-1), torch.ones(3)) and torch.equal(who[5, m], who[0, m])
 
 
-@pytest.mark.parametrize("option", ["tell_who", "recurrence"])
+@pytest.mark.parametrize("option", ["tell_who", pytest.param("recurrence", marks=pytest.mark.slow)])
 def test_an_oracle_and_a_learner_without_memory_train(option, tmp_path):
     folder = train("iql", tmp_path, **IPD, **{option: option == "tell_who"})["run"].folder
     sizes = checkpoints.read_run(folder)["sizes"]

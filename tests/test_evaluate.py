@@ -268,6 +268,7 @@ class Analysed:
         return {"policy": others.float().mean().item(), "different": len(others.unique()) + 0.0}
 
 
+@pytest.mark.slow
 def test_metrics_of_a_model_are_measured_other_by_other(runs, tmp_path, monkeypatch):
     sizes = []
 
@@ -348,6 +349,7 @@ def test_files_are_moved_into_place(runs, tmp_path, monkeypatch):
     assert names[-1] == "results.json"
 
 
+@pytest.mark.slow
 def test_the_same_command_finds_the_same(runs, tmp_path):
     found = [rows_of(arguments(tmp_path, [runs["iql"]], ["nearest", runs["vdn"]])) for _ in range(2)]
     assert found[0] == found[1]

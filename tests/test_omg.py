@@ -626,7 +626,7 @@ def test_pretraining_needs_a_script(tmp_path):
         train("pretrain_cvae", tmp_path, script="missing")
 
 
-@pytest.mark.parametrize("update", [1, 7, 20, 22, 24])
+@pytest.mark.parametrize("update", [7, 22, *(pytest.param(update, marks=pytest.mark.slow) for update in (1, 20, 24))])
 def test_a_run_stopped_in_pretraining_goes_on_there(update, tmp_path, monkeypatch):
     """20 updates of the VAE and 4 of the CVAE; the result is that of a run that was not stopped."""
     options = {"env_id": "stag_hunt_4x4", "latent_dim": 8, "total_timesteps": 200, "pretrain_updates": 20}

@@ -354,6 +354,7 @@ def assert_same_runs(one, other):
 
 
 @ALL
+@pytest.mark.slow
 def test_a_run_on_3m_with_8_agents_with_a_video(name, tmp_path):
     episodes = {"eval_episodes": 8, "final_eval_episodes": 8}
     folder = train(name, tmp_path, env_id="3m", n_agents=8, capture_video=True, **episodes)["run"].folder
@@ -398,6 +399,7 @@ OMG_OPTIONS = [
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("team", value["env_id"]),
 )
+@pytest.mark.slow
 def test_runs_with_other_options(name, options, tmp_path):
     found = results(train(name, tmp_path, **options)["run"].folder)
     assert found["complete"] and found["steps"] >= 600 and np.isfinite(found["final"]["episodic_return"])
@@ -406,6 +408,7 @@ def test_runs_with_other_options(name, options, tmp_path):
 
 
 @ALL
+@pytest.mark.slow
 def test_a_run_among_earlier_runs(name, tmp_path):
     for seed in (0, 1):
         write_run(tmp_path / "pool" / str(seed), "iql", envs.make("stag_hunt_4x4"), seed=seed)
@@ -445,6 +448,7 @@ def test_a_run_repeats_exactly_also_if_it_is_stopped_and_resumed(name, complete,
 
 
 @ALL
+@pytest.mark.slow
 def test_the_online_network_explores_and_the_target_network_plays_greedily(name, complete):
     names = complete(name)
     learner = names["learner"]

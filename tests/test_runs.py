@@ -82,7 +82,11 @@ def files_in(folder):
 
 # ---- complete runs ----
 @pytest.mark.parametrize(
-    ("name", "env_id"), [*((name, env_id) for name in SCRIPTS for env_id in ("3m", "stag_hunt_4x4")), ("qmix", "MMM")]
+    ("name", "env_id"),
+    [
+        *((name, env_id) for name in SCRIPTS for env_id in ("3m", "stag_hunt_4x4")),
+        pytest.param("qmix", "MMM", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_completes_with_results_and_log(complete_run, name, env_id):
     names = complete_run(name, env_id)
@@ -116,6 +120,7 @@ def test_a_run_completes_with_results_and_log(complete_run, name, env_id):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_runs_with_other_options(name, options, tmp_path):
     names = train(name, tmp_path, total_timesteps=200, **options)
     seats = {"3m": 3, "2s3z": 5, "stag_hunt_4x4": 4}[options.get("env_id", "3m")]
@@ -123,6 +128,7 @@ def test_runs_with_other_options(name, options, tmp_path):
     assert names["learner"].updates > 0
 
 
+@pytest.mark.slow
 def test_a_video_of_the_final_policy(tmp_path):
     names = train("iql", tmp_path, total_timesteps=1, capture_video=True, env_id="stag_hunt_4x4")
     with Image.open(names["run"].folder / "match.gif") as video:
@@ -201,13 +207,22 @@ def test_a_policy_of_another_map_is_rejected(complete_run, tmp_path):
     folder = complete_run("iql")["run"].folder
     with pytest.raises(ValueError, match=r"is of 3m \{'n_agents': 3, .* this is 8m \{'n_agents': 8, "):
         load_runner(folder, envs.make("8m"))
-    torch.save({**read(folder / "checkpoint.pt"), "env_id": "twin"}, tmp_path / "checkpoint.pt")  # of the same sizes
+    saved = read(folder / "checkpoint.pt")
+    saved["env_id"] = saved["args"]["env_id"] = "twin"  # of the same sizes
+    torch.save(saved, tmp_path / "checkpoint.pt")
     with pytest.raises(ValueError, match=r"is of twin .* this is 3m "):
         load_runner(tmp_path, envs.make("3m"))
 
 
 # ---- stopping and resuming ----
-@pytest.mark.parametrize(("name", "env_id"), [("iql", "3m"), ("vdn", "stag_hunt_4x4"), ("qmix", "3m")])
+@pytest.mark.parametrize(
+    ("name", "env_id"),
+    [
+        ("iql", "3m"),
+        pytest.param("vdn", "stag_hunt_4x4", marks=pytest.mark.slow),
+        pytest.param("qmix", "3m", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_stopped_after_every_round_equals_one_that_was_not(complete_run, name, env_id, tmp_path):
     """This also shows that runs repeat exactly."""
     folder, sessions = stopped(name, tmp_path, env_id=env_id), 1
@@ -235,6 +250,7 @@ def test_a_run_repeats_exactly_in_another_process(complete_run, tmp_path):
     assert_same_run(complete_run("qmix")["run"].folder, folder)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_results_writes_them_on_resuming(tmp_path):
     folder = train("iql", tmp_path)["run"].folder
     before, results = outcome(folder), json.loads((folder / "results.json").read_text())
@@ -282,6 +298,7 @@ def test_a_signal_from_outside(tmp_path, monkeypatch):
     assert parse(monkeypatch, "iql", "--resume", folder).total_timesteps == 10**9
 
 
+@pytest.mark.slow
 def test_a_run_saved_without_its_buffer_resumes_with_an_empty_one(tmp_path, capsys):
     options = {"save_buffer": False, "buffer_size": 64, "batch_size": 4}
     folder = stopped("iql", tmp_path, **options)
@@ -292,6 +309,7 @@ def test_a_run_saved_without_its_buffer_resumes_with_an_empty_one(tmp_path, caps
     assert len(names["buffer"]) == names["run"].progress["episodes"] - before
 
 
+@pytest.mark.slow
 def test_a_run_without_its_resume_file_resumes_with_new_matches(tmp_path, capsys):
     folder = stopped("iql", tmp_path)
     resume_file(folder).unlink()
@@ -384,7 +402,14 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("file", ["resume", "checkpoint"])
-@pytest.mark.parametrize("moment", ["half of it is written", "before it is renamed", "after it is renamed"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("half of it is written", marks=pytest.mark.slow),
+        pytest.param("before it is renamed", marks=pytest.mark.slow),
+        "after it is renamed",
+    ],
+)
 def test_killed_during_a_save(complete_run, file, moment, tmp_path, monkeypatch):
     """Whenever it is killed, the run goes on exactly: the old pair of files is valid, or the new one."""
     paths = []
@@ -458,7 +483,7 @@ def full_disk(room=0):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("room", [0, 20_000])
+@pytest.mark.parametrize("room", [pytest.param(0, marks=pytest.mark.slow), 20_000])
 def test_a_full_disk_does_not_end_a_run(room, tmp_path, monkeypatch, capsys):
     """From its second save on there is no room, until its fourth: it goes on, and saves then."""
     options = {"total_timesteps": 1500, "checkpoint_interval": 0}
@@ -559,6 +584,7 @@ def test_exit_codes(way, tmp_path):
 
 
 @posix
+@pytest.mark.slow
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path, monkeypatch):
     """As by nohup: who logs out does not stop the run."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -657,6 +683,7 @@ def test_metrics_name_what_is_not_finite_and_do_not_count_it(name, bad):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_saving_takes_nothing_from_the_log(tmp_path, monkeypatch):
     """A line has the mean over all updates since the line before, whether or not there was a save between them."""
     rounds, reset = [0], Battle.reset
