@@ -89,7 +89,7 @@ class Pretraining:
         *rounds, held_out = self.runner.collect(args.pretrain_timesteps)
         states = torch.cat([model.states(episodes, episodes["obs"])[episodes["mask"]] for episodes in rounds])
         test_states = model.states(held_out, held_out["obs"])[held_out["mask"]][:8192]
-        if self.rng is not None:
+        if progress["update"] and self.rng is not None:  # before the first update it follows from the episodes
             runs.set_rng_state(self.rng)
         with tqdm(total=self.total, initial=progress["update"], disable=not sys.stderr.isatty()) as bar:
             while progress["update"] < self.total:

@@ -16,7 +16,7 @@ OF_MODEL_SCRIPTS = {
 }  # fmt: skip
 OF_ALL_SCRIPTS = OF_TEAM_SCRIPTS | OF_MODEL_SCRIPTS | {"load_player"}
 LINES = {
-    "iql": 480, "vdn": 490, "qmix": 530, "naive_om_iql": 600, "liam_iql": 600, "omg_iql": 850, "pretrain_cvae": 210,
+    "iql": 480, "vdn": 490, "qmix": 530, "naive_om_iql": 600, "liam_iql": 600, "omg_iql": 850, "pretrain_cvae": 200,
     "evaluate": 420,
 }  # fmt: skip
 CHANGED_LINES = {
