@@ -153,6 +153,7 @@ def test_every_id_but_those_of_the_real_game_is_registered():
     assert registered == {f"omg/{name}-v0" for name in envs.list_ids() if not name.startswith("sc2/")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in envs.list_ids() if not name.startswith("sc2/")])
 def test_registered_ids_work(name):
     env = gymnasium.make(f"omg/{name}-v0", seat="random")

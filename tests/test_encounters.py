@@ -105,7 +105,8 @@ def test_returns_by_match_add_up_to_the_episode():
 
 
 # ---- runs ----
-@pytest.mark.parametrize("keep_memory", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("keep_memory", [True, False])
+@pytest.mark.slow
 def test_a_run_with_encounters_resumes_exactly(keep_memory, tmp_path):
     options = {**IPD, "encounter": 2, "keep_memory": keep_memory}
     whole = train("iql", tmp_path / "whole", **options)["run"].folder

@@ -80,7 +80,7 @@ def play_alone(env, seats):
     return returns, lengths, won
 
 
-@pytest.mark.parametrize("ego", ["nearest", "vdn", "separate"])
+@pytest.mark.parametrize("ego", ["nearest", "vdn", pytest.param("separate", marks=pytest.mark.slow)])
 def test_counts_are_those_of_a_plain_loop(runs, ego, tmp_path):
     """Three others, three matches with each, of which five are played at a time."""
     ego, others = runs.get(ego, ego), ["weakest", "nearest", runs["qmix"]]

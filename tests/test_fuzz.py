@@ -167,6 +167,7 @@ def test_random_calls():
 
 
 @pytest.mark.parametrize(("part", "cases"), [("commands", 8), ("files", 30)])
+@pytest.mark.slow
 def test_random_commands_and_files(part, cases):
     command = [sys.executable, "benchmarks/fuzz.py", "--parts", part, "--cases", str(cases), "--minutes", "20"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -195,6 +195,7 @@ print(*map(vector.fingerprint, _programs(*functions)))
 BATTLE, BATTLE_POLICIES, HUNT, HUNT_POLICIES = range(4)
 
 
+@pytest.mark.slow
 def test_every_program_goes_by_what_it_is_made_of_and_nothing_else(tmp_path):
     copy_of_envs(tmp_path)
     edits = [

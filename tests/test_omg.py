@@ -69,7 +69,7 @@ class RecordedRunner:
         self.episodes = {name: values for name, values in batch.items() if name != "lengths"}
         self.lengths = batch["lengths"]
 
-    collect = EpisodeRunner.collect
+    collect, check_stop, should_stop = EpisodeRunner.collect, EpisodeRunner.check_stop, None
 
     def play(self, epsilon=0.0):
         return None, self.lengths, None, torch.ones(len(self.lengths), dtype=torch.bool)
@@ -551,6 +551,7 @@ def test_what_pretraining_writes(pretrained):
     assert set(events["scalars"]) == {"pretrain/recon", "pretrain/kl"}
 
 
+@pytest.mark.slow
 def test_a_run_loads_exactly_what_pretraining_saved(pretrained, tmp_path, capsys):
     file = pretrained() / "vae.pt"
     expected = checkpoints.read(file)["networks"]["model"]

@@ -461,6 +461,7 @@ def test_the_online_network_explores_and_the_target_network_plays_greedily(name,
 
 
 @ALL
+@pytest.mark.slow
 def test_a_run_starts_from_the_networks_of_another(name, complete, tmp_path, capsys):
     first = complete(name)["run"].folder
     capsys.readouterr()

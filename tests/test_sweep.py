@@ -120,7 +120,8 @@ def test_other_arguments_make_other_runs(tmp_path):
 
 
 @posix
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_stopped_sweep_is_continued_by_the_same_command(tmp_path, number):
     words, options = ("--env-ids", "a", "--seeds", 3, "--jobs", 2), ("--pause", 0.05, "--total-timesteps", 20)
     process = subprocess.Popen(command(*words, options=options), cwd=tmp_path, stdout=subprocess.PIPE, text=True,
