@@ -711,7 +711,7 @@ class Run:
         written = written and checkpoints.write(checkpoint, self.folder / "checkpoint.pt")
         if written:
             self.resume_file = resume_file
-        for path in self.folder.glob("resume*.pt"):
+        for path in (*self.folder.glob("resume*.pt"), *self.folder.glob(".*.part")):  # .part: of a process that died
             if path.name != self.resume_file:
                 path.unlink(missing_ok=True)
         self.save_at = time.time() + (self.args.checkpoint_interval if written else RETRY)
