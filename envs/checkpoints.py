@@ -78,8 +78,9 @@ def read_run(folder):
         if not isinstance(value, str) or ".." in value or "\0" in value or "\\" in value or value.startswith("/"):
             raise ValueError(f"{path}: {name} is a name without a path, not {_short(value)}")
     if saved["args"].get("env_id", saved["env_id"]) != saved["env_id"]:
-        raise ValueError(f"{path} is damaged: it is of {saved['env_id']}, but its arguments are not")
-    if not isinstance(saved.get("resume"), (str, types.NoneType)) or "/" in (saved.get("resume") or ""):
+        raise ValueError(f"{path} is damaged: it is of {_short(saved['env_id'])}, but its arguments are not")
+    resume = saved.get("resume") or ""
+    if not isinstance(resume, str) or "/" in resume or "\0" in resume or len(resume) > 100:
         raise ValueError(f"{path}: resume is the name of a file, not {_short(saved['resume'])}")
     _check_networks(path, saved["networks"])
     check_tensors(path, saved)
@@ -133,12 +134,12 @@ def read_networks(path, requirements):
     if not Path(path).is_file():
         raise ValueError("there is no such file")
     saved = read(path)
-    if saved.get("requirements") != requirements:
+    check_tensors(path, saved)
+    if repr(saved.get("requirements")) != repr(requirements):
         raise ValueError(f"it is for {_short(saved.get('requirements'), 400)}, not for {requirements}")
     if not isinstance(saved.get("networks"), dict):
         raise ValueError("it has no networks by name")
     _check_networks("it", saved["networks"])
-    check_tensors(path, saved)
     return saved["networks"]
 
 
