@@ -18,23 +18,12 @@ import numpy as np
 import tyro
 
 import envs
+from envs import files
 from envs.checkpoints import load_script
-from sweep import (
-    ROOT,
-    Here,
-    Job,
-    OnRay,
-    Output,
-    check_counts,
-    curves,
-    markdown,
-    read_results,
-    refuse,
-    run_all,
-    save_figure,
-    summary,
-    write_file,
-)
+from envs.cluster import ROOT
+from envs.results import curves, markdown, summary
+from envs.runs import UsageError
+from sweep import Job, Output, check_counts, place_of, read_results, run_all
 
 METHODS = {
     "IQL": ("iql.py",),
@@ -121,9 +110,9 @@ def make_plan(args):
     try:
         env = envs.make(args.map.removeprefix("sc2/"))
     except ValueError as error:
-        refuse(f"--map {args.map}: {error}")
+        raise UsageError(f"--map {args.map}: {error}")
     if env.n_agents < 2:
-        refuse(f"--map {args.map} has nobody to play with")
+        raise UsageError(f"--map {args.map} has nobody to play with")
     mates, device = env.n_agents - 1, ("--cuda",) * args.cuda
     small = ("--num-envs", "16") if args.quick else ()
     brief = (*small, "--eval-interval", "3000", "--eval-episodes", "16", "--final-eval-episodes", "16")
@@ -331,7 +320,7 @@ def draw(report, path):
     axes.set_xticks(range(len(conditions)), conditions)
     axes.set_ylabel("test win %" if scale == 100 else "return")
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
-    save_figure(figure, path)
+    files.write(path, lambda file: figure.savefig(file, dpi=120))
 
 
 def main():
@@ -343,16 +332,16 @@ def main():
     with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is cut
         before = float(json.loads(clock.read_text()))
     try:
-        with contextlib.closing((OnRay if args.ray_address else Here)(args, root)) as place:
+        with contextlib.closing(place_of(args, root)) as place:
             complete = run_all(plan.jobs, place, root)
     finally:
-        write_file(clock, json.dumps(before + time.time() - started))
+        files.write_text(clock, json.dumps(before + time.time() - started))
     if not complete:
         return 1
     command = " ".join(["python paper.py", *sys.argv[1:]])
     report = make_report(args, command, plan, root, before + time.time() - started)
-    write_file(root / "report.json", json.dumps(report, indent=1))
-    write_file(root / "report.md", text_of(report))
+    files.write_text(root / "report.json", json.dumps(report, indent=1))
+    files.write_text(root / "report.md", text_of(report))
     draw(report, root / "results.png")
     learning = {(m, args.map): [read_results(job, root) for job in runs] for m, runs in plan.learners.items()}
     curves(learning, root / "curves.png")

@@ -40,8 +40,12 @@ def write(path, save):
         os.close(folder)
 
 
+def write_bytes(path, content):
+    write(path, lambda file: file.write(content))
+
+
 def write_text(path, text):
-    write(path, lambda file: file.write(text.encode()))
+    write_bytes(path, text.encode())
 
 
 def reason(error):

@@ -24,7 +24,7 @@ from scripts import ROOT, run_script
 
 import paper
 import sweep
-from envs import files
+from envs import cluster, files, results
 
 TOY = ROOT / "tests" / "toy_script.py"
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
@@ -70,7 +70,7 @@ def wait_for(condition, seconds=60):
     ("env_id", "together"), [("8m", True), ("sc2/8m", True), ("stag_hunt_4x4", False), ("my", True)]
 )
 def test_curves_show_returns_where_everyone_plays_for_itself(env_id, together):
-    assert sweep.is_won_together(env_id) == together
+    assert results.is_won_together(env_id) == together
 
 
 def test_a_crashed_run_is_resumed_and_what_is_done_is_skipped(tmp_path):
@@ -87,7 +87,7 @@ def test_a_crashed_run_is_resumed_and_what_is_done_is_skipped(tmp_path):
     assert [(row["env_id"], row["runs"], row["win_rate"]["mean"]) for row in rows] == [
         ("a", 2, pytest.approx(0.15)), ("b", 2, pytest.approx(0.15)), ("all", 4, pytest.approx(0.15))
     ]  # fmt: skip
-    assert sweep.table(rows) in output and sweep.table(rows) in (tmp_path / "runs" / "sweep.md").read_text()
+    assert results.table(rows) in output and results.table(rows) in (tmp_path / "runs" / "sweep.md").read_text()
     assert (tmp_path / "runs" / "sweep.png").stat().st_size > 1000
 
 
@@ -244,8 +244,8 @@ def test_a_sweep_shares_the_gpu_through_the_service(service, tmp_path, option):
     """It says so, and stops the service at the end. A run that has the GPU to itself does not need it."""
     failed, output = run(tmp_path, "--env-ids", "a", "--seeds", 1, "--cuda", option)
     assert not failed
-    (results,) = tmp_path.glob("runs/*/results.json")
-    environment = json.loads(results.read_text())["environment"]
+    (path,) = tmp_path.glob("runs/*/results.json")
+    environment = json.loads(path.read_text())["environment"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "0"
     assert ("CUDA_MPS_PIPE_DIRECTORY" in environment) == (option == "--mps")
     assert service() == (["-d", "quit"] if option == "--mps" else [])
@@ -379,11 +379,11 @@ def write_results(folder, **changes):
 )  # fmt: skip
 def test_wrong_results_are_named(tmp_path, changes):
     write_results(tmp_path / "run")
-    assert sweep.is_done(tmp_path / "run") and sweep.load_results(tmp_path / "run" / "results.json")["seconds"] == 1
+    assert results.is_done(tmp_path / "run") and results.load_results(tmp_path / "run" / "results.json")["seconds"] == 1
     write_results(tmp_path / "run", **changes)
     with pytest.raises(ValueError, match=r"results\.json is cut or not of a run \("):
-        sweep.load_results(tmp_path / "run" / "results.json")
-    assert not sweep.is_done(tmp_path / "run")
+        results.load_results(tmp_path / "run" / "results.json")
+    assert not results.is_done(tmp_path / "run")
 
 
 def test_runs_with_unusable_results_are_done_again(tmp_path):
@@ -404,14 +404,14 @@ def test_runs_with_unusable_results_are_done_again(tmp_path):
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    sweep.write_file(path, "before")
+    files.write_text(path, "before")
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError):
-        sweep.write_file(path, "after")
+        files.write_text(path, "after")
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["file"]
 
 
@@ -435,15 +435,15 @@ def test_results_of_a_sweep_are_moved_into_place(tmp_path, moved):
 
 # ---- statistics ----
 def test_iqm_is_the_mean_of_the_middle_half():
-    assert sweep.iqm(np.arange(1, 9)) == 4.5
-    assert sweep.iqm([1000, 2, 3, -1000]) == 2.5
-    assert sweep.iqm([4.0, 6.0, 11.0]) == 7.0, "of three none is left out"
-    assert sweep.iqm([[1, 2, 3, 4], [8, 6, 5, 7]]).tolist() == [2.5, 6.5]
+    assert results.iqm(np.arange(1, 9)) == 4.5
+    assert results.iqm([1000, 2, 3, -1000]) == 2.5
+    assert results.iqm([4.0, 6.0, 11.0]) == 7.0, "of three none is left out"
+    assert results.iqm([[1, 2, 3, 4], [8, 6, 5, 7]]).tolist() == [2.5, 6.5]
 
 
 def test_the_bootstrap_of_a_mean_is_the_closed_form():
     values = np.random.default_rng(1).normal(3.0, 2.0, 400)
-    low, high = sweep.bootstrap([values], np.mean)
+    low, high = results.bootstrap([values], np.mean)
     margin = 1.96 * values.std() / len(values) ** 0.5
     assert (low, high) == (
         pytest.approx(values.mean() - margin, abs=0.02),
@@ -453,11 +453,11 @@ def test_the_bootstrap_of_a_mean_is_the_closed_form():
 
 def test_the_bootstrap_draws_within_strata():
     """Two environments of seeds that agree leave nothing to chance; mixed, they would."""
-    assert sweep.bootstrap([[0.0] * 5, [1.0] * 5], np.mean) == [0.5, 0.5]
-    low, high = sweep.bootstrap([[0.0] * 5 + [1.0] * 5], np.mean)
+    assert results.bootstrap([[0.0] * 5, [1.0] * 5], np.mean) == [0.5, 0.5]
+    low, high = results.bootstrap([[0.0] * 5 + [1.0] * 5], np.mean)
     assert low < 0.3 and high > 0.7
     spread = [np.random.default_rng(seed).normal(10.0 * seed, 1.0, 200) for seed in (0, 1)]
-    low, high = sweep.bootstrap(spread, np.mean)
+    low, high = results.bootstrap(spread, np.mean)
     margin = 1.96 * (sum(values.var() / len(values) for values in spread) / 4) ** 0.5
     assert high - low == pytest.approx(2 * margin, rel=0.1)
 
@@ -465,7 +465,7 @@ def test_the_bootstrap_draws_within_strata():
 def test_the_bootstrap_of_the_iqm_has_its_known_width():
     """A trimmed mean has the variance of the values clipped at the quartiles, by the square of the share left."""
     values = (np.arange(2000) + 0.5) / 2000
-    low, high = sweep.bootstrap([values], sweep.iqm)
+    low, high = results.bootstrap([values], results.iqm)
     variance = np.clip(values, 0.25, 0.75).var() / 0.5**2 / len(values)
     assert high - low == pytest.approx(2 * 1.96 * variance**0.5, rel=0.1)
     assert (low + high) / 2 == pytest.approx(0.5, abs=0.005)
@@ -485,7 +485,7 @@ CODE = {"script.py": b"print('ours')", "envs/module.py": b"pass"}
 
 def run_on_node():
     """What a script printed, and the files that it has made."""
-    runner, code, made = sweep.Runner(CODE, {"run/checkpoint.pt": b"1"}, "script.py", []), None, {}
+    runner, code, made = cluster.Runner(CODE, {"run/checkpoint.pt": b"1"}, "script.py", []), None, {}
     while code is None:
         code, _, files = runner.report()
         made |= files
@@ -519,15 +519,15 @@ def tampered(home, how, elsewhere):
     "how", ["changed", "linked", "linked folder", "added", "removed", "open to others", "linked parent"]
 )
 def test_code_that_somebody_has_put_on_a_node_is_not_used(node, tmp_path, how):
-    home, kept = sweep.code_folder(CODE)
-    assert kept and home.is_relative_to(node) and sweep.code_folder(CODE) == (home, True)
+    home, kept = cluster.code_folder(CODE)
+    assert kept and home.is_relative_to(node) and cluster.code_folder(CODE) == (home, True)
     assert home.parent.stat().st_mode & 0o777 == 0o700 and str(os.getuid()) in home.parent.name
     cache = home / "envs" / "__pycache__"
     cache.mkdir()
     (cache / "module.cpython-311.pyc").touch()
-    assert sweep.code_folder(CODE) == (home, True), "it may have been used"
+    assert cluster.code_folder(CODE) == (home, True), "it may have been used"
     tampered(home, how, tmp_path)
-    fresh, kept = sweep.code_folder(CODE)
+    fresh, kept = cluster.code_folder(CODE)
     assert fresh != home and not kept and fresh.stat().st_mode & 0o777 == 0o700
     found = {path.relative_to(fresh).as_posix(): path.read_bytes() for path in fresh.rglob("*") if path.is_file()}
     assert found == CODE and not fresh.is_symlink()
@@ -535,11 +535,11 @@ def test_code_that_somebody_has_put_on_a_node_is_not_used(node, tmp_path, how):
 
 @posix
 def test_a_folder_of_another_user_is_not_used(node, monkeypatch):
-    home, _ = sweep.code_folder(CODE)
+    home, _ = cluster.code_folder(CODE)
     somebody = os.getuid() + 1
     os.rename(home.parent, node / f"omg-marl-{somebody}")
     monkeypatch.setattr(os, "getuid", lambda: somebody)
-    fresh, kept = sweep.code_folder(CODE)
+    fresh, kept = cluster.code_folder(CODE)
     assert not kept and fresh.parent == node
 
 
@@ -567,13 +567,18 @@ for step in range(1, 400):
 
 @posix
 def test_what_comes_from_a_node_is_of_one_save(node, tmp_path):
-    runner, root, steps, ended = sweep.Runner({"script.py": SAVES}, {}, "script.py", []), tmp_path / "here", set(), None
+    runner, root, steps, ended = (
+        cluster.Runner({"script.py": SAVES}, {}, "script.py", []),
+        tmp_path / "here",
+        set(),
+        None,
+    )
     while ended is None:
         ended = runner.process.poll()
         changes = None
         while changes is None:
             changes = runner.changes()
-        sweep.put_files(changes, root)
+        cluster.put_files(changes, root)
         if (root / "run" / "checkpoint.pt").exists() and ended is None:
             step = (root / "run" / "checkpoint.pt").read_text()
             if step != "399":
@@ -588,7 +593,7 @@ def test_names_of_files_do_not_lead_elsewhere(tmp_path, name):
     (tmp_path / "here").mkdir()
     name = name.replace("HERE", tmp_path.as_posix())
     with pytest.raises(ValueError, match="is not in the folder"):
-        sweep.put_files({"good": b"", name: b""}, tmp_path / "here")
+        cluster.put_files({"good": b"", name: b""}, tmp_path / "here")
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
 
 
@@ -700,7 +705,7 @@ def test_on_a_cluster_a_run_whose_node_is_lost_in_a_save_ends_as_if_it_had_not_b
 def test_without_ray_the_message_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SystemExit, match=r'pip install -e "\.\[ray\]"'):
-        sweep.OnRay(sweep.Args((), ()), tmp_path)
+        sweep.place_of(sweep.Args((), (), ray_address="auto"), tmp_path)
 
 
 # ---- the paper's experiment ----

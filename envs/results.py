@@ -1,0 +1,145 @@
+"""Results of runs: reading results.json, statistics over seeds, tables and curves."""
+
+import json
+import math
+
+import numpy as np
+
+import envs
+from envs import files
+
+
+# ---- statistics ----
+def iqm(values, axis=-1):
+    """The interquartile mean: the mean without the lowest and the highest quarter."""
+    values = np.sort(values, axis)
+    cut = values.shape[axis] // 4
+    return np.take(values, range(cut, values.shape[axis] - cut), axis).mean(axis)
+
+
+def bootstrap(strata, statistic, samples=5000, seed=0):
+    """The 95% interval of a statistic of all values, drawn anew within each stratum (an environment's seeds, say)."""
+    rng = np.random.default_rng(seed)
+    drawn = [rng.choice(np.asarray(values), (samples, len(values))) for values in strata]
+    return np.quantile(statistic(np.concatenate(drawn, 1), -1), (0.025, 0.975)).tolist()
+
+
+def summary(strata):
+    together = np.concatenate([np.asarray(values) for values in strata])
+    return {
+        "mean": float(together.mean()), "mean_interval": bootstrap(strata, np.mean),
+        "iqm": float(iqm(together)), "iqm_interval": bootstrap(strata, iqm),
+    }  # fmt: skip
+
+
+MEASURES = {
+    "win_rate": lambda run: run["final"]["win_rate"],
+    "best_win_rate": lambda run: run["best"]["win_rate"],
+    "episodic_return": lambda run: run["final"]["episodic_return"],
+    "best_episodic_return": lambda run: run["best"]["episodic_return"],
+    "seconds": lambda run: run["seconds"],
+}
+
+
+# ---- reading ----
+def load_results(path):
+    """The content of a results.json; a ValueError names one that is cut, or lacks what is read here and in paper.py."""
+    try:
+        results = json.loads(path.read_bytes())
+        numbers = [results["seconds"]]
+        if "final" in results:
+            numbers += [measure(results) for measure in MEASURES.values()]
+            numbers += [e[name] for e in results["evals"] for name in ("steps", "win_rate", "episodic_return")]
+        for row in results.get("rows", ()):
+            numbers += [row["episodes"], *(row[name] for name in ("win_rate", "return") if row["episodes"])]
+            numbers += [len(row[name]) for name in ("ego", "group", "other")]
+        if not all(map(math.isfinite, numbers)) or not isinstance(results["args"], dict):
+            raise ValueError("no numbers")
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{path} is cut or not of a run ({type(error).__name__}: {error})") from None
+    return results
+
+
+def is_done(run):
+    try:
+        return bool(load_results(run / "results.json"))
+    except (OSError, ValueError):
+        return False
+
+
+# ---- tables and curves ----
+def rows_of(groups):
+    """{(label, environment): results of its runs} -> a row for each, and one for a label's environments together."""
+    rows = []
+    for label in dict.fromkeys(label for label, _ in groups):
+        mine = {env_id: runs for (name, env_id), runs in groups.items() if name == label}
+        parts = [(env_id, [runs]) for env_id, runs in mine.items()]
+        if len(mine) > 1:
+            parts.append(("all", list(mine.values())))
+        for env_id, strata in parts:
+            row = {"script": label, "env_id": env_id, "runs": sum(map(len, strata))}
+            for name, measure in MEASURES.items():
+                row[name] = summary([[measure(run) for run in runs] for runs in strata])
+            rows.append(row)
+    return rows
+
+
+def markdown(head, rows):
+    """A table that can also be read as it is."""
+    widths = [max(len(row[c]) for row in (head, *rows)) for c in range(len(head))]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in (head, *rows)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def table(rows):
+    def cells(row):
+        yield from (row["script"], row["env_id"], str(row["runs"]))
+        for name, form in (("win_rate", "{:.1%}"), ("episodic_return", "{:.2f}")):
+            interval = f" ({form} to {form})".format(*row[name]["iqm_interval"]) if row["runs"] > 1 else ""
+            yield form.format(row[name]["mean"])
+            yield form.format(row[name]["iqm"]) + interval
+            yield form.format(row[f"best_{name}"]["mean"])
+        yield f"{row['seconds']['mean']:.0f}"
+
+    win, earn = (("won, mean", "won, IQM (95%)", "best, mean"), ("return, mean", "return, IQM (95%)", "best, mean"))
+    return markdown(["script", "environment", "runs", *win, *earn, "seconds"], [list(cells(row)) for row in rows])
+
+
+def curves(groups, path):
+    """For every environment the evaluations against steps: each group's mean over seeds, and its 95% interval."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    env_ids, labels = ([*dict.fromkeys(key[part] for key in groups)] for part in (1, 0))
+    figure = Figure(figsize=(4.2 * len(env_ids), 3.4), layout="constrained")
+    for axes, env_id in zip(figure.subplots(1, len(env_ids), squeeze=False)[0], env_ids):
+        won = any(e["win_rate"] > 0 for (_, env), runs in groups.items() if env == env_id for e in evals_of(runs))
+        metric = "win_rate" if won and is_won_together(env_id) else "episodic_return"
+        for number, label in enumerate(labels):
+            seeds = [run["evals"] for run in groups.get((label, env_id), ()) if run["evals"]]
+            if not seeds:
+                continue
+            steps = np.linspace(max(e[0]["steps"] for e in seeds), min(e[-1]["steps"] for e in seeds), 100)
+            values = [np.interp(steps, [e["steps"] for e in run], [e[metric] for e in run]) for run in seeds]
+            band = np.transpose([bootstrap([column], np.mean, 500) for column in np.transpose(values)])
+            axes.plot(steps, np.mean(values, 0), color=f"C{number}", label=label)
+            axes.fill_between(steps, *band, color=f"C{number}", alpha=0.2, linewidth=0)
+        axes.set(title=env_id, xlabel="steps", ylabel=f"eval/{metric}", xlim=(0, None))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(frameon=False)
+    files.write(path, lambda file: figure.savefig(file, dpi=120))
+
+
+def is_won_together(env_id):
+    """Whether winning says how well an agent did: not where each has a reward of its own."""
+    try:
+        return envs.make(env_id.removeprefix("sc2/")).team_reward
+    except ValueError:  # an environment of the script's own
+        return True
+
+
+def evals_of(runs):
+    return [evaluation for run in runs for evaluation in run["evals"]]
