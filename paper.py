@@ -110,7 +110,7 @@ def make_plan(args):
     try:
         env = envs.make(args.map.removeprefix("sc2/"))
     except ValueError as error:
-        raise UsageError(f"--map {args.map}: {error}")
+        raise UsageError(f"--map {args.map}: {error}") from None
     if env.n_agents < 2:
         raise UsageError(f"--map {args.map} has nobody to play with")
     mates, device = env.n_agents - 1, ("--cuda",) * args.cuda
