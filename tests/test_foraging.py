@@ -1,9 +1,7 @@
 """Foraging: every rule against the package lbforaging, and what is ours: time limit, options, scripted orders."""
 
 import importlib
-import os
 import random
-import subprocess
 import sys
 import types
 import warnings
@@ -18,6 +16,7 @@ from gymnasium.utils.env_checker import check_env
 from lbforaging.foraging import ForagingEnv
 from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 from pettingzoo.utils import parallel_to_aec
+from worlds import assert_same, shown
 
 import envs
 from envs import render
@@ -36,7 +35,6 @@ SIZES = [
     "Foraging-2s-6x9-5p-4f-ind-pen-v3",
     "Foraging-1s-7x7-9p-9f-pen-v3",
 ]
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 
 
 # ---- matches placed by hand ----
@@ -68,17 +66,6 @@ def foods(env, match=0):
     """(row, column) -> level"""
     rows, cols, levels = (env.snapshot()[key][match].tolist() for key in ("food_row", "food_col", "food"))
     return {(row, col): level for row, col, level in zip(rows, cols, levels) if level}
-
-
-def shown(result):
-    names = ("obs",) if len(result) == 2 else ("obs", "reward", "terminated", "truncated")
-    return {key: tensor.clone() for key, tensor in {**dict(zip(names, result)), **result[-1]}.items()}
-
-
-def assert_same(first, second, rows=slice(None)):
-    assert first.keys() == second.keys()
-    for key in first:
-        assert torch.equal(first[key][rows], second[key][rows]), key
 
 
 # ---- the package ----
@@ -686,44 +673,3 @@ def test_scene_and_picture():
 
 
 # ---- other ways to run it ----
-def history():
-    """A few steps of everything, as one array."""
-    rows = []
-    for name in ("Foraging-2s-6x7-3p-4f-pen-v3", "foraging_orders"):
-        env = envs.make(name, num_envs=COPIES, seed=7, limit=9, autoreset=True, patience=1)
-        env.reset()
-        numbers = torch.arange(COPIES * env.n_agents).view(COPIES, -1)
-        for step in range(12):
-            actions = env.scripted_actions((numbers + step) % len(POLICIES))
-            tensors = [actions.clone(), *shown(env.step(actions)).values(), *env.snapshot().values()]
-            rows.append(np.concatenate([tensor.double().flatten().numpy() for tensor in tensors]))
-    return np.concatenate(rows)
-
-
-@pytest.mark.slow
-def test_plain_python_plays_what_compiled_code_plays(tmp_path):
-    file, here = tmp_path / "history.npy", Path(__file__)
-    folders = os.pathsep.join([str(here.parents[1]), str(here.parent)])
-    program = "import sys, numpy, test_foraging; numpy.save(sys.argv[1], test_foraging.history())"
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": folders}
-    subprocess.run([sys.executable, "-c", program, str(file)], env=environment, check=True, timeout=300)
-    np.testing.assert_array_equal(np.load(file), history())
-
-
-@needs_cuda
-@pytest.mark.parametrize("name", ["Foraging-8x8-2p-3f-v3", "Foraging-2s-10x10-4p-5f-pen-v3", "foraging_orders"])
-def test_cuda_plays_what_the_cpu_plays(name):
-    cpu, gpu = (
-        envs.make(name, num_envs=1000, seed=8, limit=20, autoreset=True, device=device, check=False)
-        for device in ("cpu", "cuda")
-    )
-    policy = torch.randint(len(POLICIES), (1000, cpu.n_agents), generator=torch.Generator().manual_seed(0))
-    first = [shown(env.reset()) for env in (cpu, gpu)]
-    assert_same(first[0], {key: tensor.cpu() for key, tensor in first[1].items()})
-    for _ in range(50):
-        actions = [env.scripted_actions(policy) for env in (cpu, gpu)]
-        assert torch.equal(actions[0], actions[1].cpu())
-        results = [shown(env.step(action)) for env, action in zip((cpu, gpu), actions)]
-        assert_same(results[0], {key: tensor.cpu() for key, tensor in results[1].items()})
-    snapshots = [env.snapshot() for env in (cpu, gpu)]
-    assert_same(snapshots[0], {key: tensor.cpu() for key, tensor in snapshots[1].items()})

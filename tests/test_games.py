@@ -1,10 +1,6 @@
 """The small games: repeated matrix games, coin game and snowdrift against plain restatements; what all of them keep."""
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +17,6 @@ SMALL = {  # id -> options, one of each program
     "snowdrift_4x4": {"limit": 12, "n_agents": 3, "drifts": 4},
 }
 EVERY_GAME = pytest.mark.parametrize("name", SMALL)
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 
 
 def make(name, num_envs=COPIES, **options):
@@ -31,18 +26,6 @@ def make(name, num_envs=COPIES, **options):
 def drawn_policies(env, seed=0):
     shape = env.num_envs, env.n_agents
     return torch.randint(len(env.policies), shape, generator=torch.Generator().manual_seed(seed))
-
-
-def shown(result):
-    """A copy of everything that a call returned, by name."""
-    names = ("obs",) if len(result) == 2 else ("obs", "reward", "terminated", "truncated")
-    return {key: tensor.clone() for key, tensor in {**dict(zip(names, result)), **result[-1]}.items()}
-
-
-def assert_same(first, second):
-    assert first.keys() == second.keys()
-    for key in first:
-        assert torch.equal(first[key], second[key].to(first[key].device)), key
 
 
 def played(env, policy, steps=None):
@@ -57,67 +40,6 @@ def roles(env, *names):
 
 
 # ---- what all of them keep ----
-@EVERY_GAME
-def test_seeds(name):
-    first, same, other, more = (make(name, n, seed=seed) for n, seed in ((16, 5), (16, 5), (16, 6), (32, 5)))
-    for env in (first, same, other, more):
-        env.reset()
-    different = False
-    for _ in range(12):
-        actions = [env.scripted_actions(drawn_policies(more)[: env.num_envs]) for env in (first, same, other, more)]
-        results = [shown(env.step(action)) for env, action in zip((first, same, other, more), actions)]
-        assert_same(results[0], results[1])
-        assert_same(results[0], {key: tensor[:16] for key, tensor in results[3].items()})
-        different |= not torch.equal(results[0]["obs"], results[2]["obs"])
-    assert different
-
-
-@EVERY_GAME
-def test_a_snapshot_holds_everything(name):
-    env, other = make(name, 16, seed=1), make(name, 16, seed=2)
-    policy = drawn_policies(env)
-    env.reset()
-    for _ in range(5):
-        env.step(env.scripted_actions(policy))
-    obs, info = other.restore(env.snapshot())
-    assert torch.equal(obs, env.obs) and torch.equal(info["avail"], env.info["avail"])
-    for _ in range(10):
-        assert_same(*(shown(each.step(each.scripted_actions(policy))) for each in (env, other)))
-
-
-@EVERY_GAME
-def test_autoreset_shows_the_last_of_the_old_match_and_the_first_of_the_new(name):
-    by_itself, by_hand = (make(name, 64, autoreset=autoreset) for autoreset in (True, False))
-    policy = drawn_policies(by_hand)
-    by_itself.reset()
-    by_hand.reset()
-    endings = 0
-    for _ in range(30):
-        actions = by_hand.scripted_actions(policy)
-        assert torch.equal(by_itself.scripted_actions(policy), actions)
-        auto, hand = shown(by_itself.step(actions)), shown(by_hand.step(actions))
-        over = hand["terminated"] | hand["truncated"]
-        for key in ("reward", "terminated", "truncated", "won"):
-            assert torch.equal(auto[key], hand[key])
-        for key in ("obs", "state", "avail"):
-            assert torch.equal(auto["final_" + key][over], hand[key][over])
-        endings += over.sum()
-        fresh = shown(by_hand.reset(mask=over))
-        for key in ("obs", "state", "avail", "alive"):
-            assert torch.equal(auto[key], fresh[key])
-    assert endings >= 128
-
-
-@EVERY_GAME
-def test_scripted_actions_are_available_and_all_numbers_small(name):
-    env = make(name, 64, check=True)
-    env.reset()
-    for step in range(env.episode_limit + 2):  # in a match that is over, too
-        obs, _, _, _, info = env.step(env.scripted_actions(drawn_policies(env, step)))
-        assert obs.abs().max() <= 1 and info["state"].abs().max() <= 1
-    assert not obs.any() and not info["alive"].any() and (info["avail"].sum(-1) == 1).all()
-
-
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [("kuhn", "turn", 3), ("matrix_ipd", "last", 2), ("coin_game", "player", 9), ("snowdrift_4x4", "player", -1)],
@@ -129,41 +51,6 @@ def test_a_snapshot_out_of_range_is_refused(name, key, value):
     snapshot[key][3] = value
     with pytest.raises(ValueError, match=rf"{key}\[3.* is {value}, which is not a number from"):
         env.restore(snapshot)
-
-
-def history(name, device="cpu", num_envs=COPIES):
-    """Some steps of everything, as one array."""
-    env = make(name, num_envs, seed=7, device=device, autoreset=True, check=False)
-    policy, rows = drawn_policies(env), []
-    env.reset()
-    for _ in range(16):
-        actions = env.scripted_actions(policy)
-        tensors = [actions.clone(), *shown(env.step(actions)).values(), *env.snapshot().values()]
-        rows.append(np.concatenate([tensor.cpu().double().flatten().numpy() for tensor in tensors]))
-    return np.stack(rows)
-
-
-@pytest.mark.slow
-def test_plain_python_plays_what_compiled_code_plays(tmp_path):
-    file, here = tmp_path / "history.npz", Path(__file__)
-    folders = os.pathsep.join([str(here.parents[1]), str(here.parent)])
-    program = (
-        "import sys, numpy, test_games as test\n"
-        "numpy.savez(sys.argv[1], **{name: test.history(name) for name in test.SMALL})"
-    )
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": folders}
-    subprocess.run([sys.executable, "-c", program, str(file)], env=environment, check=True, timeout=300)
-    with np.load(file) as plain:
-        for name in SMALL:
-            compiled = history(name)
-            assert (compiled[0] != compiled[-1]).any()
-            np.testing.assert_array_equal(plain[name], compiled)
-
-
-@needs_cuda
-@EVERY_GAME
-def test_cuda_plays_what_the_cpu_plays(name):
-    np.testing.assert_array_equal(history(name, "cpu", 1000), history(name, "cuda", 1000))
 
 
 # ---- repeated matrix games ----

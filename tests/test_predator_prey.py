@@ -2,11 +2,7 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -17,6 +13,7 @@ from mpe2 import simple_tag_v3
 from mpe2._mpe_utils.core import World
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 from scripts import train
+from worlds import assert_same, shown
 
 import envs
 from envs import predator_prey
@@ -27,7 +24,6 @@ NONE, LEFT, RIGHT, DOWN, UP = range(5)
 POLICIES = ("chase", "close", "far", "fellow", "loyal", "random")
 COPIES = 8  # of a match set by hand: the fewest that run on threads, so that only this form is compiled here
 FAR_OBSTACLES = ((3.0, 3.0), (3.0, -3.0))
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 
 
 # ---- worlds set by hand ----
@@ -51,18 +47,6 @@ def act(env, *actions):
 def scripted(env, policy):
     """What each agent of the first copy does under a policy."""
     return env.scripted_actions(policy)[0].tolist()
-
-
-def shown(result):
-    """A copy of everything that a call returned, by name."""
-    names = ("obs",) if len(result) == 2 else ("obs", "reward", "terminated", "truncated")
-    return {key: tensor.clone() for key, tensor in {**dict(zip(names, result)), **result[-1]}.items()}
-
-
-def assert_same(first, second):
-    assert first.keys() == second.keys()
-    for key in first:
-        assert torch.equal(first[key], second[key].cpu()), key
 
 
 # ---- make ----
@@ -626,45 +610,3 @@ def test_scene_and_picture():
     after = env.scene()
     assert after["status"] == "time" and after["agents"][0]["vx"] == pytest.approx(0.3)
     assert after["agents"][3]["return"] == 1 and (env.render() != plain).any()
-
-
-def history():
-    """A few steps of everything, as one array."""
-    rows = []
-    for name in envs.predator_prey.IDS:
-        env = envs.make(name, num_envs=COPIES, seed=7, limit=9)
-        env.reset()
-        for step in range(12):
-            actions = env.scripted_actions(POLICIES[step % 6])
-            tensors = [actions.clone(), *shown(env.step(actions)).values(), *env.snapshot().values()]
-            rows.append(np.concatenate([tensor.double().flatten().numpy() for tensor in tensors]))
-    return np.stack(rows)
-
-
-@pytest.mark.slow
-def test_plain_python_plays_what_compiled_code_plays(tmp_path):
-    file, here = tmp_path / "history.npy", Path(__file__)
-    folders = os.pathsep.join([str(here.parents[1]), str(here.parent)])
-    program = "import sys, numpy, test_predator_prey; numpy.save(sys.argv[1], test_predator_prey.history())"
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": folders}
-    subprocess.run([sys.executable, "-c", program, str(file)], env=environment, check=True, timeout=300)
-    compiled = history()
-    assert (compiled[0] != compiled[-1]).any()
-    np.testing.assert_array_equal(np.load(file), compiled)
-
-
-@needs_cuda
-@pytest.mark.parametrize("name", ["simple_tag", "simple_tag_6v2", "popp"])
-def test_cuda_plays_what_the_cpu_plays(name):
-    cpu, gpu = (
-        envs.make(name, num_envs=1000, seed=8, autoreset=True, device=device, check=False) for device in ("cpu", "cuda")
-    )
-    policy = torch.randint(6, (1000, cpu.n_agents), generator=torch.Generator().manual_seed(0))
-    first = [shown(env.reset()) for env in (cpu, gpu)]
-    assert_same(*first)
-    for _ in range(60):
-        actions = [env.scripted_actions(policy) for env in (cpu, gpu)]
-        assert torch.equal(actions[0], actions[1].cpu())
-        results = [shown(env.step(action)) for env, action in zip((cpu, gpu), actions)]
-        assert_same(*results)
-        assert torch.equal(cpu.snapshot()["place"], gpu.snapshot()["place"].cpu())

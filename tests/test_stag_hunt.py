@@ -1,14 +1,11 @@
 """The stag hunt: its rules on grids placed by hand, and all of it against restatements in plain NumPy."""
 
-import os
-import subprocess
-import sys
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from worlds import assert_same, shown
 
 import envs
 
@@ -16,7 +13,6 @@ UP, DOWN, LEFT, RIGHT, STAY, STAG, HARE = range(7)
 MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
 NS, NH, RAND, SWITCH, FOLLOW = range(5)
 COPIES = 8  # of a match placed by hand: the fewest that run on threads, so that only this form is compiled here
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 
 
 # ---- grids placed by hand, and what is read back from them ----
@@ -62,18 +58,6 @@ def returns(env, policy, steps=None):
     for _ in range(steps or env.episode_limit):
         total += env.step(env.scripted_actions(policy))[1]
     return total
-
-
-def shown(result):
-    """A copy of everything that a call returned, by name."""
-    names = ("obs",) if len(result) == 2 else ("obs", "reward", "terminated", "truncated")
-    return {key: tensor.clone() for key, tensor in {**dict(zip(names, result)), **result[-1]}.items()}
-
-
-def assert_same(first, second, rows=slice(None)):
-    assert first.keys() == second.keys()
-    for key in first:
-        assert torch.equal(first[key][rows], second[key][rows]), key
 
 
 def assert_all_alike(counts, expected=None):
@@ -823,44 +807,3 @@ def test_scene():
 
 
 # ---- other ways to run it ----
-def history():
-    """A few steps of everything, as one array."""
-    env = envs.make(
-        "stag_hunt_5x5_3h1s", num_envs=COPIES, pieces=2, seed=7, limit=9, view_radius=2, strengths=[1, 2, 3, 4]
-    )
-    env.reset()
-    rows = []
-    for step in range(12):
-        actions = env.scripted_actions(env.policies[step % 5])
-        tensors = [actions.clone(), *shown(env.step(actions)).values(), *env.snapshot().values()]
-        rows.append(np.concatenate([tensor.double().flatten().numpy() for tensor in tensors]))
-    return np.stack(rows)
-
-
-@pytest.mark.slow
-def test_plain_python_plays_what_compiled_code_plays(tmp_path):
-    file, here = tmp_path / "history.npy", Path(__file__)
-    folders = os.pathsep.join([str(here.parents[1]), str(here.parent)])
-    program = "import sys, numpy, test_stag_hunt; numpy.save(sys.argv[1], test_stag_hunt.history())"
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": folders}
-    subprocess.run([sys.executable, "-c", program, str(file)], env=environment, check=True, timeout=300)
-    compiled = history()
-    assert (compiled[0] != compiled[-1]).any()
-    np.testing.assert_array_equal(np.load(file), compiled)
-
-
-@needs_cuda
-@pytest.mark.parametrize("name", ["stag_hunt", "stag_hunt_4x4"])
-def test_cuda_plays_what_the_cpu_plays(name):
-    cpu, gpu = (
-        envs.make(name, num_envs=1000, seed=8, limit=12, autoreset=True, device=device, check=False)
-        for device in ("cpu", "cuda")
-    )
-    policy = torch.randint(5, (1000, 4), generator=torch.Generator().manual_seed(0))
-    first = [shown(env.reset()) for env in (cpu, gpu)]
-    assert_same(first[0], {key: tensor.cpu() for key, tensor in first[1].items()})
-    for _ in range(30):
-        actions = [env.scripted_actions(policy) for env in (cpu, gpu)]
-        assert torch.equal(actions[0], actions[1].cpu())
-        results = [shown(env.step(action)) for env, action in zip((cpu, gpu), actions)]
-        assert_same(results[0], {key: tensor.cpu() for key, tensor in results[1].items()})

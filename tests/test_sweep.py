@@ -843,7 +843,7 @@ def test_the_quick_experiment_can_be_stopped_and_ends_in_a_report(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [*words, "moved"])
     monkeypatch.setattr(paper, "METHODS", {"OMG optimistic": paper.METHODS["OMG optimistic"]})
-    monkeypatch.setattr(paper, "Here", InProcess)
+    monkeypatch.setattr(paper, "place_of", InProcess)
     assert paper.main() == 0
     assert os.name == "nt" or "done already" in capsys.readouterr().out
     report = json.loads((tmp_path / "moved" / "report.json").read_text())

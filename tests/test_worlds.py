@@ -1,0 +1,136 @@
+"""What every environment of four functions keeps: seeds, snapshots, autoreset, plain Python, CUDA."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from worlds import assert_same, shown
+
+import envs
+
+COPIES = 8  # the fewest matches that run on threads, so that only this form is compiled here
+WORLDS = {  # id -> options, one of each program
+    "stag_hunt_5x5_3h1s": {"limit": 9, "pieces": 2, "view_radius": 2, "strengths": (1, 2, 3, 4)},
+    "Foraging-2s-6x7-3p-4f-pen-v3": {"limit": 9, "patience": 1},
+    "simple_tag_6v2": {"limit": 9},
+    "kuhn": {"limit": 12},
+    "matrix_ipd": {"limit": 9},
+    "coin_game": {"limit": 9},
+    "snowdrift_4x4": {"limit": 12, "n_agents": 3, "drifts": 4},
+}
+MORE = {"stag_hunt_4x4": {"limit": 9}, "foraging_orders": {"limit": 9}, "popp": {"limit": 9}}  # other branches of these
+EVERY_WORLD = pytest.mark.parametrize("name", WORLDS)
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
+
+
+def make(name, num_envs=COPIES, **options):
+    return envs.make(name, num_envs, **{**WORLDS, **MORE}[name], **options)
+
+
+def drawn_policies(env, seed=0):
+    shape = env.num_envs, env.n_agents
+    return torch.randint(len(env.policies), shape, generator=torch.Generator().manual_seed(seed))
+
+
+@EVERY_WORLD
+def test_seeds(name):
+    first, same, other, more = (make(name, n, seed=seed) for n, seed in ((16, 5), (16, 5), (16, 6), (32, 5)))
+    for env in (first, same, other, more):
+        env.reset()
+    different = False
+    for _ in range(12):
+        actions = [env.scripted_actions(drawn_policies(more)[: env.num_envs]) for env in (first, same, other, more)]
+        results = [shown(env.step(action)) for env, action in zip((first, same, other, more), actions)]
+        assert_same(results[0], results[1])
+        assert_same(results[0], {key: tensor[:16] for key, tensor in results[3].items()})
+        different |= not torch.equal(results[0]["obs"], results[2]["obs"])
+    assert different
+
+
+@EVERY_WORLD
+def test_a_snapshot_holds_everything(name):
+    env, other = make(name, 16, seed=1), make(name, 16, seed=2)
+    policy = drawn_policies(env)
+    env.reset()
+    for _ in range(5):
+        env.step(env.scripted_actions(policy))
+    obs, info = other.restore(env.snapshot())
+    assert torch.equal(obs, env.obs) and torch.equal(info["avail"], env.info["avail"])
+    for _ in range(10):
+        assert_same(*(shown(each.step(each.scripted_actions(policy))) for each in (env, other)))
+
+
+@EVERY_WORLD
+def test_autoreset_shows_the_last_of_the_old_match_and_the_first_of_the_new(name):
+    by_itself, by_hand = (make(name, 64, autoreset=autoreset) for autoreset in (True, False))
+    policy = drawn_policies(by_hand)
+    by_itself.reset()
+    by_hand.reset()
+    endings = 0
+    for _ in range(30):
+        actions = by_hand.scripted_actions(policy)
+        assert torch.equal(by_itself.scripted_actions(policy), actions)
+        auto, hand = shown(by_itself.step(actions)), shown(by_hand.step(actions))
+        over = hand["terminated"] | hand["truncated"]
+        for key in ("reward", "terminated", "truncated", "won"):
+            assert torch.equal(auto[key], hand[key])
+        for key in ("obs", "state", "avail"):
+            assert torch.equal(auto["final_" + key][over], hand[key][over])
+        endings += over.sum()
+        fresh = shown(by_hand.reset(mask=over))
+        for key in ("obs", "state", "avail", "alive"):
+            assert torch.equal(auto[key], fresh[key])
+    assert endings >= 128
+
+
+@EVERY_WORLD
+def test_scripted_actions_are_available_also_in_a_match_that_is_over(name):
+    env = make(name, 64, check=True)
+    env.reset()
+    for step in range(env.episode_limit + 2):
+        obs, _, _, _, info = env.step(env.scripted_actions(drawn_policies(env, step)))
+        assert env.single_observation_space.contains(obs[step % 64].numpy())
+    assert not obs.any() and not info["alive"].any() and (info["avail"].sum(-1) == 1).all()
+
+
+# ---- the same everywhere ----
+def history(name, device="cpu", num_envs=COPIES, encounters=1):
+    """Some steps of everything, as one array."""
+    env = make(name, num_envs, seed=7, device=device, autoreset=True, check=False, encounters=encounters)
+    rows = []
+    env.reset()
+    for step in range(16 * encounters):
+        actions = env.scripted_actions(drawn_policies(env, step // 4))
+        tensors = [actions.clone(), *shown(env.step(actions)).values(), *env.snapshot().values()]
+        rows.append(np.concatenate([tensor.cpu().double().flatten().numpy() for tensor in tensors]))
+    return np.stack(rows)
+
+
+@pytest.mark.slow
+def test_plain_python_plays_what_compiled_code_plays(tmp_path):
+    file, here = tmp_path / "history.npz", Path(__file__)
+    folders = os.pathsep.join([str(here.parents[1]), str(here.parent)])
+    program = (
+        "import sys, numpy, test_worlds as test\n"
+        "numpy.savez(sys.argv[1], **{name: test.history(name) for name in {**test.WORLDS, **test.MORE}})"
+    )
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": folders}
+    subprocess.run([sys.executable, "-c", program, str(file)], env=environment, check=True, timeout=600)
+    with np.load(file) as plain:
+        for name in {**WORLDS, **MORE}:
+            compiled = history(name)
+            assert (compiled[0] != compiled[-1]).any()
+            np.testing.assert_array_equal(plain[name], compiled)
+
+
+@needs_cuda
+@pytest.mark.parametrize("encounters", [1, 3])
+@pytest.mark.parametrize("name", {**WORLDS, **MORE})
+def test_cuda_plays_what_the_cpu_plays(name, encounters):
+    """To the last bit."""
+    expected = history(name, "cpu", 1000, encounters)
+    np.testing.assert_array_equal(expected, history(name, "cuda", 1000, encounters))
