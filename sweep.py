@@ -76,7 +76,7 @@ class Job:
     @cached_property
     def name(self):
         """How its run folders begin: other arguments make another name."""
-        return f"{self.env_id.replace('/', '-')}__{self.exp_name}__{self.seed}"
+        return f"{files.as_name(self.env_id)}__{self.exp_name}__{self.seed}"
 
     @cached_property
     def exp_name(self):

@@ -7,6 +7,7 @@
 Everything returned is a tensor on the environment's device that the next call overwrites: clone what you keep.
 """
 
+import ast
 import importlib.util
 import inspect
 
@@ -49,9 +50,14 @@ def list_ids():
 def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, **options):
     """A batch of `num_envs` matches of one environment; the options are those of its class.
 
+    They may also be part of the id, as in "coin_game,size=5,rules=lola", which is how a script's --env-id has them.
     With `encounters` an episode is as many matches in a row; info["encounter"] (num_envs,) tells which one it is.
     """
-    kind = _kind(env_id)
+    name, given = parse_id(env_id)
+    kind = _kind(name)
+    for key, value in given.items():
+        if options.setdefault(key, value) != value:
+            raise ValueError(f"{env_id} has {key}={value!r} in its id, but {options[key]!r} as an option")
     if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
         raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
     allowed = [
@@ -60,19 +66,40 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, 
         if parameter.kind is parameter.KEYWORD_ONLY
     ]
     allowed += kind.passed_on
-    for name in options:
-        if name not in allowed:
-            raise ValueError(f"{env_id} has no option {name!r}: one of {', '.join(allowed)}")
+    for key in options:
+        if key not in allowed:
+            raise ValueError(f"{name} has no option {key!r}: one of {', '.join(allowed)}")
     if isinstance(encounters, bool) or not isinstance(encounters, int) or not 1 <= encounters <= 10_000:
         raise ValueError(f"encounters is a whole number from 1 to 10000, not {encounters!r}")
     if encounters > 1 and not kind.simulated:
         raise ValueError(f"{env_id} is played match by match: encounters is 1, not {encounters}")
     batch = kind.__new__(kind)
     batch.encounters = encounters  # before the tensors and programs are made
-    batch.__init__(env_id, num_envs, _device(device, kind), seed, n_agents, **options)
+    batch.__init__(name, num_envs, _device(device, kind), seed, n_agents, **options)
+    batch.name = env_id
     if n_agents not in (None, batch.n_agents):
         raise ValueError(f"{env_id} is played by {batch.n_agents} agents, not {n_agents!r}")
     return batch
+
+
+def parse_id(env_id):
+    """The name and the options of an id: "coin_game,size=5,rules=lola" has {"size": 5, "rules": "lola"}."""
+    if not isinstance(env_id, str) or "," not in env_id:
+        return env_id, {}
+    name, _, words = env_id.partition(",")
+    options = {}
+    try:
+        call = ast.parse(f"dict({words[:1000]})", mode="eval").body
+        if call.func.id != "dict" or call.args or not call.keywords:
+            raise ValueError
+        for keyword in call.keywords:
+            is_word = isinstance(keyword.value, ast.Name)
+            options[keyword.arg] = keyword.value.id if is_word else ast.literal_eval(keyword.value)
+    except (SyntaxError, ValueError, AttributeError, TypeError, RecursionError, MemoryError):
+        options = {None: None}
+    if None in options:
+        raise ValueError(f"options in an id look like coin_game,size=5,rules=lola, not {env_id!r}")
+    return name, options
 
 
 def _kind(env_id):

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+import envs
 from envs import files
 
 ROOT = Path(__file__).parent.parent  # where the training scripts are
@@ -163,8 +164,8 @@ def env_sizes(env):
 
 def check_env(source, saved, env):
     """Raises a ValueError if a checkpoint is of another map or of other sizes than `env`."""
-    same_map = saved["env_id"].removeprefix("sc2/") == env.name.removeprefix("sc2/")  # the real game or its simulation
-    if not same_map or saved["sizes"] != env_sizes(env):
+    ours, theirs = (envs.parse_id(env_id)[0].removeprefix("sc2/") for env_id in (env.name, saved["env_id"]))
+    if ours != theirs or saved["sizes"] != env_sizes(env):
         raise ValueError(f"{source} is of {saved['env_id']} {saved['sizes']}; this is {env.name} {env_sizes(env)}")
 
 

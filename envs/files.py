@@ -6,6 +6,7 @@ Nothing here needs torch.
 import contextlib
 import errno
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -16,6 +17,11 @@ except ImportError:  # Windows
     import msvcrt
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def as_name(text):
+    """A text as part of the name of a file or folder, on every system."""
+    return re.sub(r"[^\w.,=+-]", "-", text)
 
 
 # ---- writing ----

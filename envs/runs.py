@@ -403,7 +403,7 @@ def _shapes(weights):
 
 # ---- a run ----
 def folder_of(args, started):
-    return Path(args.run_root) / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(started)}"
+    return Path(args.run_root) / f"{files.as_name(args.env_id)}__{args.exp_name}__{args.seed}__{int(started)}"
 
 
 def make_folder(args, started):

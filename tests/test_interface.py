@@ -66,6 +66,29 @@ def test_unknown_id_names_all_ids():
     assert all(name in str(error.value) for name in envs.list_ids())
 
 
+def test_options_can_be_part_of_the_id():
+    env = envs.make("coin_game,size=5,rules=lola,limit=7")
+    same = envs.make("coin_game", size=5, rules="lola", limit=7)
+    assert env.name == "coin_game,size=5,rules=lola,limit=7"
+    assert (env.obs_dim, env.episode_limit) == (same.obs_dim, same.episode_limit) == (5 * 5 * 4, 7)
+    payoffs = [[(1.5, -1), (0, 0)], [(0, 0), (2, 1)]]
+    assert envs.make(f"matrix_bos,payoffs={payoffs}").payoffs[0][0] == [1.5, -1]
+    assert envs.make("stag_hunt_4x4,prosocial=True,view_radius=None").team_reward
+
+
+@pytest.mark.parametrize(
+    "env_id", ["3m,", "3m,5", "3m,a=b=c", "3m,limit=f(1)", "3m,**x", "3m,a=1)+(2", "3m,a=" + "(" * 500]
+)
+def test_options_in_an_id_are_names_and_values(env_id):
+    with pytest.raises(ValueError, match="size=5"):
+        envs.make(env_id)
+
+
+def test_an_option_is_given_once():
+    with pytest.raises(ValueError, match="limit"):
+        envs.make("kuhn,limit=5", limit=6)
+
+
 @pytest.mark.parametrize("device", ["cuda:77", "tpu", "meta", 3.5])
 def test_unknown_device_names_those_there_are(device):
     with pytest.raises(ValueError, match="cpu"):
