@@ -19,8 +19,10 @@ NONE, NORTH, SOUTH, WEST, EAST, LOAD = range(6)
 ACTIONS = ("stay", "up", "down", "left", "right", "load")
 HEURISTICS = ("H1", "H2", "H3", "H4")
 ORDERS = ("rows", "rows_back", "columns", "columns_back", "diagonal", "inside", "outside", "near")
-POLICIES = (*HEURISTICS, *ORDERS, "random")
-H1, H2, H3, H4, ROWS, ROWS_BACK, COLUMNS, COLUMNS_BACK, DIAGONAL, INSIDE, OUTSIDE, NEAR, RANDOM = range(len(POLICIES))
+POLICIES = (*HEURISTICS, *ORDERS, "meet", "random")
+H1, H2, H3, H4, ROWS, ROWS_BACK, COLUMNS, COLUMNS_BACK, DIAGONAL, INSIDE, OUTSIDE, NEAR, MEET, RANDOM = range(
+    len(POLICIES)
+)
 GONE = -1
 ATTEMPTS = 1000  # draws of a cell, for a player or for all foods
 LONGEST = 64  # rows and columns at most
@@ -414,6 +416,15 @@ def next_in_order(m, a, policy, rule, game):
 
 
 @scalar
+def next_of_another(m, a, rule, game):
+    """The food that the first other player with an order goes for, the nearest where nobody has one."""
+    for b in range(rule.agents):
+        if b != a and game.policy[m, b] >= ROWS and game.policy[m, b] < MEET:
+            return next_in_order(m, b, game.policy[m, b], rule, game)
+    return next_in_order(m, a, NEAR, rule, game)
+
+
+@scalar
 def is_open(m, a, action, rule, game):
     """Whether a move is available; after a move that failed, players count as obstacles."""
     row, col = ahead(game.row[m, a], game.col[m, a], action)
@@ -447,7 +458,11 @@ def act_one(m, a, policy, rule, game):
     number = draw(game.match[m, KEY], game.match[m, EPISODE], game.match[m, STEP], a * 8 + FOR_ACTION)
     if policy < ROWS:
         return heuristic_action(m, a, policy, number, rule, game)
-    f = next_in_order(m, a, policy, rule, game) if policy < RANDOM else GONE
+    f = GONE
+    if policy < MEET:
+        f = next_in_order(m, a, policy, rule, game)
+    elif policy == MEET:
+        f = next_of_another(m, a, rule, game)
     if f == GONE:
         return random_action(m, a, number, game)
     return LOAD if distance(m, a, f, game) == 1 else step_towards(m, a, f, number, rule, game)

@@ -592,6 +592,20 @@ def test_two_who_want_the_same_cell_do_not_stay_stuck():
     assert (earned == 0.5).all()
 
 
+def test_meet_goes_where_another_goes():
+    """It wins nearly every match, whatever the other's order, and a guess of one order for all does not."""
+    env = envs.make("foraging_orders", num_envs=512, seed=3, check=False)
+    others = torch.tensor([POLICIES.index(order) for order in ORDERS]).repeat(64)
+    won = {}
+    for policy in ("meet", "near", "rows"):
+        env.reset()
+        policies = torch.stack((torch.full_like(others, POLICIES.index(policy)), others), 1)
+        for _ in range(env.episode_limit):
+            *_, info = env.step(env.scripted_actions(policies))
+        won[policy] = info["won"].view(64, len(ORDERS)).float().mean(0)
+    assert won["meet"].min() > 0.85 and won["near"].max() < 0.3 and won["rows"][1:].max() < 0.3
+
+
 @pytest.mark.slow
 def test_orders_reach_every_food_on_crowded_fields():
     """Round other foods: whoever walks an order alone has tried every food in time."""
