@@ -15,6 +15,7 @@ import gymnasium
 import torch
 
 from envs import foraging, predator_prey, stag_hunt
+from envs.batch import check_whole_number
 from envs.battle import Battle
 from envs.battle_data import MAPS
 from envs.coin_game import IDS as COIN_GAMES
@@ -60,22 +61,17 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, 
             raise ValueError(f"{env_id} has {key}={value!r} in its id, but {options[key]!r} as an option")
     if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
         raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
-    allowed = [
-        name
-        for name, parameter in inspect.signature(kind.__init__).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]
-    allowed += kind.passed_on
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    own = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    allowed = ("autoreset", "check", *own, *kind.passed_on)
     for key in options:
         if key not in allowed:
             raise ValueError(f"{name} has no option {key!r}: one of {', '.join(allowed)}")
-    if isinstance(encounters, bool) or not isinstance(encounters, int) or not 1 <= encounters <= 10_000:
-        raise ValueError(f"encounters is a whole number from 1 to 10000, not {encounters!r}")
+    check_whole_number("encounters", encounters, 1, 10_000)
     if encounters > 1 and not kind.simulated:
         raise ValueError(f"{env_id} is played match by match: encounters is 1, not {encounters}")
-    batch = kind.__new__(kind)
-    batch.encounters = encounters  # before the tensors and programs are made
-    batch.__init__(name, num_envs, _device(device, kind), seed, n_agents, **options)
+    device = _device(device, kind)
+    batch = kind(name, num_envs, n_agents, device=device, seed=seed, encounters=encounters, **options)
     batch.name = env_id
     if n_agents not in (None, batch.n_agents):
         raise ValueError(f"{env_id} is played by {batch.n_agents} agents, not {n_agents!r}")

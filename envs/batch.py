@@ -268,7 +268,6 @@ class Batch:
     policies = ()
     default_others = ()  # the policies that others are drawn from where none are named; empty: all
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
-    encounters = 1  # matches in a row with the same others, which are one episode
     zero_sum = False  # whether all rewards of a step add up to nothing
     ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
     obs_bound = 1.0  # no number of an observation is larger, or smaller than its negative
@@ -278,14 +277,28 @@ class Batch:
     passed_on = ()  # options that go to another package as they are
     ranges: ClassVar = {}  # (least, most) of tensors of the simulation by name: numbers, or tensors that broadcast
 
-    def __init__(self, name, num_envs, device, seed, agents, sizes, autoreset, check, simulation):
+    def __init__(
+        self,
+        name,
+        num_envs,
+        agents,
+        sizes,
+        simulation,
+        *,
+        device="cpu",
+        seed=0,
+        encounters=1,
+        autoreset=False,
+        check=None,
+    ):
         check_flag("autoreset", autoreset)
         check_flag("check", bool(check) if check is None else check)
         self.name, self.num_envs, self.device, self.agents = name, num_envs, torch.device(device), agents
         self.n_agents, self.autoreset, self._started = len(agents), bool(autoreset), False
         self._seed = whole_seed(seed)
         self.n_actions, self.obs_dim, self.state_dim, self.match_limit = sizes
-        self.episode_limit = self.match_limit * self.encounters
+        self.encounters = encounters  # matches in a row with the same others, which are one episode
+        self.episode_limit = self.match_limit * encounters
         self.check = num_envs <= 64 and self.device.type == "cpu" if check is None else bool(check)
         modes = gymnasium.vector.AutoresetMode
         self.metadata = {

@@ -176,12 +176,8 @@ class Battle(Batch):
         self,
         name,
         num_envs=1,
-        device="cpu",
-        seed=0,
         n_agents=None,
         *,
-        autoreset=False,
-        check=None,
         auto_allies=False,
         map_spec=None,
         obs_last_action=False,
@@ -199,6 +195,7 @@ class Battle(Batch):
         reward_negative_scale=0.5,
         reward_scale=True,
         reward_scale_rate=20.0,
+        **common,
     ):
         given = locals()
         for option in FLAGS:
@@ -234,10 +231,10 @@ class Battle(Batch):
         self.n_enemies, self.unit_kinds = enemies, kinds
         self._ground_rows = list(reversed(TERRAINS[spec.terrain].split()))
         super().__init__(
-            name, num_envs, device, seed, [f"{kind}_{a}" for a, kind in enumerate(kinds[:allies])],
-            (actions, obs_dim, state_dim, spec.limit), autoreset, check,
+            name, num_envs, [f"{kind}_{a}" for a, kind in enumerate(kinds[:allies])],
+            (actions, obs_dim, state_dim, spec.limit),
             {"real": (torch.float32, (len(REAL), num_envs, len(kinds))),
-             "whole": (torch.int32, (len(WHOLE), num_envs, len(kinds)))},
+             "whole": (torch.int32, (len(WHOLE), num_envs, len(kinds)))}, **common,
         )  # fmt: skip
 
         full = stat[MAX_HEALTH, allies:].sum() + stat[MAX_SHIELD, allies:].sum()

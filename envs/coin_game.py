@@ -211,17 +211,14 @@ class CoinGame(Batch):
         self,
         name,
         num_envs=1,
-        device="cpu",
-        seed=0,
         n_agents=None,
         *,
-        autoreset=False,
-        check=None,
         size=None,
         rules="jaxmarl",
         limit=None,
         payoffs=((1, 1, -2), (1, 1, -2)),
         patience=10,
+        **common,
     ):
         size = IDS[name] if size is None else size
         if rules not in tuple(LIMITS):
@@ -245,7 +242,7 @@ class CoinGame(Batch):
         simulation |= {"taken": (whole, (num_envs, 2, 2)), "earned": (number, (num_envs, 2))}
         numbers = 4 * size * size
         sizes = (len(self.actions_named), numbers, numbers + 1, limit)
-        super().__init__(name, num_envs, device, seed, ["player_0", "player_1"], sizes, autoreset, check, simulation)
+        super().__init__(name, num_envs, ["player_0", "player_1"], sizes, simulation, **common)
         self._tables = {"payoff": payoff.to(self.device)}
         self.play(
             (reset_one, step_one, observe_one, act_one), Game, Rule, self.n_actions - 1, self._tables, lanes=8,

@@ -478,18 +478,15 @@ class Foraging(Batch):
         self,
         name,
         num_envs=1,
-        device="cpu",
-        seed=0,
         n_agents=None,
         *,
-        autoreset=False,
-        check=None,
         limit=50,
         max_player_level=2,
         penalty=None,
         patience=4,
         prosocial=None,
         one_hot=None,
+        **common,
     ):
         stage = name == ORDERS_ID
         sight, rows, cols, agents, foods, coop, lowest, costly = settings_of(name)
@@ -512,11 +509,11 @@ class Foraging(Batch):
         whole, number = torch.int32, torch.float32
         players, places = (whole, (num_envs, agents)), (whole, (num_envs, foods))
         super().__init__(
-            name, num_envs, device, seed, [f"player_{a}" for a in range(agents)],
-            (len(ACTIONS), slots * self._width, 3 * slots + 1, limit), autoreset, check,
+            name, num_envs, [f"player_{a}" for a in range(agents)],
+            (len(ACTIONS), slots * self._width, 3 * slots + 1, limit),
             {"row": players, "col": players, "level": players, "food_row": places, "food_col": places, "food": places,
              "spawned": (whole, (num_envs,)), "last": players, "bumped": (torch.bool, (num_envs, agents)),
-             "tries": (whole, (num_envs, agents, foods)), "earned": (number, (num_envs, agents))},
+             "tries": (whole, (num_envs, agents, foods)), "earned": (number, (num_envs, agents))}, **common,
         )  # fmt: skip
         self._set_spaces(highest, max_player_level)
         room = {key: torch.zeros((num_envs, agents), dtype=whole, device=self.device) for key in ("to_row", "to_col")}

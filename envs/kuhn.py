@@ -233,18 +233,16 @@ class Kuhn(Batch):
     zero_sum = True
     sides = (0, 1)  # the first player is the learner's seat
 
-    def __init__(
-        self, name, num_envs=1, device="cpu", seed=0, n_agents=None, *, autoreset=False, check=None, limit=100
-    ):
+    def __init__(self, name, num_envs=1, n_agents=None, *, limit=100, **common):
         batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
         whole = torch.int32
         self.ranges = {"card": (JACK, KING), "last_card": (NONE, KING), "bets": (NONE, BET), "turn": (0, TURNS - 1),
                        "hands": (0, limit), "counts": (0, limit), "earned": (-2 * limit, 2 * limit)}  # fmt: skip
         super().__init__(
-            name, num_envs, device, seed, ["player_0", "player_1"], (len(ACTIONS), 14, 19, limit), autoreset, check,
+            name, num_envs, ["player_0", "player_1"], (len(ACTIONS), 14, 19, limit),
             {"card": (whole, (num_envs, 2)), "last_card": (whole, (num_envs, 2)), "bets": (whole, (num_envs, TURNS)),
              "turn": (whole, (num_envs,)), "hands": (whole, (num_envs,)), "earned": (whole, (num_envs,)),
-             "counts": (whole, (num_envs, 5, 2))},
+             "counts": (whole, (num_envs, 5, 2))}, **common,
         )  # fmt: skip
         strategy = torch.tensor(list(FIXED.values()), dtype=torch.float64)
         tables = {"strategy": strategy, "likely": strategy.clamp(DOUBT, 1 - DOUBT)}

@@ -131,14 +131,11 @@ class MatrixGame(Batch):
         self,
         name,
         num_envs=1,
-        device="cpu",
-        seed=0,
         n_agents=None,
         *,
-        autoreset=False,
-        check=None,
         limit=100,
         payoffs=None,
+        **common,
     ):
         batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
         self.action_names, usual = GAMES[name]
@@ -152,9 +149,7 @@ class MatrixGame(Batch):
         whole, number = torch.int32, torch.float32
         simulation = dict.fromkeys(("last", "streak", "times"), (whole, (num_envs, 2)))
         simulation["earned"] = (number, (num_envs, 2))
-        super().__init__(
-            name, num_envs, device, seed, ["player_0", "player_1"], (2, 5, 6, limit), autoreset, check, simulation
-        )
+        super().__init__(name, num_envs, ["player_0", "player_1"], (2, 5, 6, limit), simulation, **common)
         tables = {"payoff": payoff, "strategy": torch.tensor(list(MEMORY_ONE.values()), dtype=number)}
         self._tables = {key: tensor.to(self.device) for key, tensor in tables.items()}
         self.play((reset_one, step_one, observe_one, act_one), Game, Rule, FIRST, self._tables, lanes=2)

@@ -434,18 +434,15 @@ class PredatorPrey(Batch):
         self,
         name,
         num_envs=1,
-        device="cpu",
-        seed=0,
         n_agents=None,
         *,
-        autoreset=False,
-        check=None,
         predators=None,
         prey=None,
         obstacles=2,
         limit=None,
         velocity_first=None,
         learner=None,
+        **common,
     ):
         hidden = name == "popp"
         sizes = PATTERN.fullmatch(name)
@@ -476,13 +473,13 @@ class PredatorPrey(Batch):
         real, whole = torch.float64, torch.int32
         obs_dim = 4 + 2 * (obstacles + agents - 1 + prey)
         super().__init__(
-            name, num_envs, device, seed,
+            name, num_envs,
             [*(f"predator_{a}" for a in range(predators)), *(f"prey_{a}" for a in range(prey))],
-            (len(ACTIONS), obs_dim, agents * obs_dim - 2 * prey, limit), autoreset, check,
+            (len(ACTIONS), obs_dim, agents * obs_dim - 2 * prey, limit),
             {"place": (real, (num_envs, agents + obstacles, 2)), "velocity": (real, (num_envs, agents, 2)),
              "last": (whole, (num_envs, agents)), "earned": (torch.float32, (num_envs, agents)),
              "touches": (whole, (num_envs,)), "goal": (whole, (num_envs, agents)),
-             "alarmed": (whole, (num_envs, agents))},
+             "alarmed": (whole, (num_envs, agents))}, **common,
         )  # fmt: skip
         self._room = {"force": torch.zeros((num_envs, agents, 2), dtype=real, device=self.device)}
         self.play(

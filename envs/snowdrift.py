@@ -176,17 +176,14 @@ class Snowdrift(Batch):
         self,
         name,
         num_envs=1,
-        device="cpu",
-        seed=0,
         n_agents=None,
         *,
-        autoreset=False,
-        check=None,
         size=None,
         drifts=6,
         limit=50,
         gain=6.0,
         cost=4.0,
+        **common,
     ):
         size = IDS[name] if size is None else size
         agents = 4 if n_agents is None else n_agents
@@ -208,7 +205,7 @@ class Snowdrift(Batch):
         numbers = size * size * (agents + 2)
         names = [f"player_{a}" for a in range(agents)]
         sizes = (len(ACTIONS), numbers, numbers + 1, limit)
-        super().__init__(name, num_envs, device, seed, names, sizes, autoreset, check, simulation)
+        super().__init__(name, num_envs, names, sizes, simulation, **common)
         self.play(
             (reset_one, step_one, observe_one, act_one), Game, Rule, STAY,
             size=size, drifts=drifts, gain=np.float32(gain), cost=np.float32(cost),

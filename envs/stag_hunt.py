@@ -388,12 +388,8 @@ class StagHunt(Batch):
         self,
         name,
         num_envs=1,
-        device="cpu",
-        seed=0,
         n_agents=None,
         *,
-        autoreset=False,
-        check=None,
         pieces=None,
         limit=35,
         strengths=None,
@@ -401,6 +397,7 @@ class StagHunt(Batch):
         hare_reward=1.0,
         prosocial=False,
         view_radius=None,
+        **common,
     ):
         height, width, hares, stags, usual_pieces = size_of(name)
         pieces = usual_pieces if pieces is None else pieces
@@ -420,12 +417,11 @@ class StagHunt(Batch):
                        "last": (-1, len(ACTIONS) - 1), "joins": (0, 1)}  # fmt: skip
         whole, short = torch.int32, torch.int16
         super().__init__(
-            name, num_envs, device, seed, [f"hunter_{a}" for a in range(agents)],
+            name, num_envs, [f"hunter_{a}" for a in range(agents)],
             (len(ACTIONS), cells * channels + len(ACTIONS) * (1 + agents), cells * channels + 1, limit),
-            autoreset, check,
             {"hunter": (whole, (num_envs, agents)), "prey": (whole, (num_envs, stags + hares)),
              "ground": (torch.int8, (num_envs, cells)), "last": (whole, (num_envs, agents)),
-             "earned": (torch.float32, (num_envs, agents)), "joins": (torch.int8, (num_envs, agents))},
+             "earned": (torch.float32, (num_envs, agents)), "joins": (torch.int8, (num_envs, agents))}, **common,
         )  # fmt: skip
         room = {
             "target": torch.zeros((num_envs, agents), dtype=whole),

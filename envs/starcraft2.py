@@ -203,16 +203,13 @@ class StarCraft2(Batch):
         self,
         name,
         num_envs=1,
-        device="cpu",
-        seed=0,
         n_agents=None,
         *,
-        autoreset=False,
-        check=None,
         step_timeout=60.0,
         reset_timeout=300.0,
-        **smac,
+        **options,
     ):
+        smac = {option: options.pop(option) for option in self.passed_on if option in options}
         map_name = name.removeprefix("sc2/")
         spec = MAPS[map_name]
         kinds, self._facts = build_units(spec, resize(spec, None, map_name), paths.read_terrain(TERRAINS[spec.terrain]))
@@ -247,7 +244,7 @@ class StarCraft2(Batch):
             self.close()
             raise
         names = [f"{kind}_{a}" for a, kind in enumerate(kinds[:agents])]
-        super().__init__(name, num_envs, device, seed, names, sizes, autoreset, check, {})
+        super().__init__(name, num_envs, names, sizes, {}, **options)
         self._outputs["avail"][:, :, NO_OP] = True
         self._units = np.zeros((num_envs, len(kinds), len(starcraft2_worker.UNIT)), np.float32)
         self._map_size = (0, 0)
