@@ -16,7 +16,6 @@ from gymnasium.utils.env_checker import check_env
 from lbforaging.foraging import ForagingEnv
 from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 from pettingzoo.utils import parallel_to_aec
-from worlds import assert_same, shown
 
 import envs
 from envs import render
@@ -414,68 +413,6 @@ def test_foods_lie_where_the_package_lays_them(name, matches):
     assert abs(field.mean(0) - original.mean(0)).max() < 0.5
     counts = [np.bincount((each > 0).sum((1, 2)), minlength=env.foods + 1) / matches for each in (field, original)]
     assert abs(counts[0] - counts[1]).max() < 0.1
-
-
-def test_seeds():
-    first, same, other, more = (
-        envs.make("Foraging-8x8-2p-3f-v3", num_envs=n, seed=seed, limit=6)
-        for n, seed in ((8, 5), (8, 5), (8, 6), (16, 5))
-    )
-    for env in (first, same, other, more):
-        env.reset()
-    assert not torch.equal(first.obs, other.obs)
-    for _ in range(8):
-        results = [shown(env.step(env.scripted_actions("random"))) for env in (first, same, more)]
-        assert_same(results[0], results[1])
-        assert_same(results[0], {key: tensor[:8] for key, tensor in results[2].items()})
-    starts = [env.reset()[0].clone() for env in (first, same)]
-    assert torch.equal(*starts) and not torch.equal(starts[0], first.reset()[0])
-    assert torch.equal(first.reset(seed=9)[0], same.reset(seed=9)[0])
-
-
-def test_reset_of_some_leaves_the_others():
-    env = envs.make("foraging_orders", num_envs=16)
-    env.reset()
-    for _ in range(20):
-        before = shown(env.step(env.scripted_actions("rows")))
-    mask = torch.arange(16) % 3 == 0
-    after = shown(env.reset(mask=mask))
-    assert_same({key: before[key] for key in after}, after, ~mask)
-    snapshot = env.snapshot()
-    assert not snapshot["tries"][mask].any() and not snapshot["earned"][mask].any() and snapshot["tries"][~mask].any()
-
-
-def test_autoreset_plays_what_resetting_by_hand_plays():
-    auto, hand = (envs.make("Foraging-5x5-2p-1f-v3", 32, seed=5, limit=6, autoreset=on) for on in (True, False))
-    auto.reset()
-    hand.reset()
-    endings = torch.zeros(2, dtype=torch.long)
-    for _ in range(40):
-        actions = hand.scripted_actions("near")
-        assert torch.equal(auto.scripted_actions("near"), actions)
-        after, expected = shown(auto.step(actions)), shown(hand.step(actions))
-        over = expected["terminated"] | expected["truncated"]
-        endings += torch.stack((expected["terminated"].sum(), expected["truncated"].sum()))
-        for key in ("reward", "terminated", "truncated", "won"):
-            assert torch.equal(after[key], expected[key])
-        for key in ("obs", "state", "avail"):
-            assert torch.equal(after["final_" + key][over], expected[key][over])
-        fresh = shown(hand.reset(mask=over))
-        for key in ("obs", "state", "avail", "alive"):
-            assert torch.equal(after[key], fresh[key])
-    assert (endings > 5).all()
-
-
-def test_a_snapshot_holds_what_the_players_remember():
-    env, other = (envs.make("foraging_orders", num_envs=16, seed=seed) for seed in (1, 2))
-    env.reset()
-    for _ in range(12):
-        env.step(env.scripted_actions("rows"))
-    assert env.snapshot()["tries"].any()
-    other.restore(env.snapshot())
-    for _ in range(20):
-        assert torch.equal(env.scripted_actions("rows"), other.scripted_actions("rows"))
-        assert_same(shown(env.step(env.scripted_actions("rows"))), shown(other.step(other.scripted_actions("rows"))))
 
 
 # ---- what the players see beyond the package's observation ----

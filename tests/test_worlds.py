@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from worlds import assert_same, shown
 
 import envs
 
@@ -23,8 +22,20 @@ WORLDS = {  # id -> options, one of each program
     "snowdrift_4x4": {"limit": 12, "n_agents": 3, "drifts": 4},
 }
 MORE = {"stag_hunt_4x4": {"limit": 9}, "foraging_orders": {"limit": 9}, "popp": {"limit": 9}}  # other branches of these
-EVERY_WORLD = pytest.mark.parametrize("name", WORLDS)
+EVERY_WORLD = pytest.mark.parametrize("name", {**WORLDS, **MORE})
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
+
+
+def shown(result):
+    """A copy of everything that a call returned, by name."""
+    names = ("obs",) if len(result) == 2 else ("obs", "reward", "terminated", "truncated")
+    return {key: tensor.clone() for key, tensor in {**dict(zip(names, result)), **result[-1]}.items()}
+
+
+def assert_same(first, second, rows=slice(None)):
+    assert first.keys() == second.keys()
+    for key in first:
+        assert torch.equal(first[key][rows], second[key][rows].to(first[key].device)), key
 
 
 def make(name, num_envs=COPIES, **options):
@@ -49,6 +60,22 @@ def test_seeds(name):
         assert_same(results[0], {key: tensor[:16] for key, tensor in results[3].items()})
         different |= not torch.equal(results[0]["obs"], results[2]["obs"])
     assert different
+    states = [env.reset()[1]["state"].clone() for env in (first, same)]
+    assert torch.equal(*states) and torch.equal(first.reset(seed=9)[0], same.reset(seed=9)[0])
+
+
+@EVERY_WORLD
+def test_reset_of_some_leaves_the_others(name):
+    env = make(name, 16)
+    env.reset()
+    for step in range(5):
+        before = shown(env.step(env.scripted_actions(drawn_policies(env, step))))
+    mask = torch.arange(16) % 3 == 0
+    after = shown(env.reset(mask=mask))
+    assert_same({key: before[key] for key in after}, after, ~mask)
+    snapshot = env.snapshot()
+    assert after["alive"][mask].any() and not env.steps[mask].any() and env.steps[~mask].all()
+    assert not snapshot["reward"][mask].any() and not snapshot["earned"][mask].any()
 
 
 @EVERY_WORLD
