@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from envs import render, vector
-from envs.vector import barrier, scalar
+from envs.vector import barrier, pick_bit, scalar
 
 MATCH = ("key", "episode", "step", "stage")
 KEY, EPISODE, STEP, STAGE = range(len(MATCH))  # the fields of a match: match[m, field]
@@ -125,6 +125,15 @@ def life_cycle(name, step_match, freeze_match, reset_match, observe_match, compa
     restart = bind(_restart, f"{name}_restart", reset_match=reset_match)
     parts = {"advance": advance, "restart": restart, "observe_match": observe_match}
     return bind(_in_a_loop if compact else _in_a_row, f"{name}_life_cycle", **parts)
+
+
+@scalar
+def available_action(m, a, number, rule, game):
+    """One of the available actions, by a random number."""
+    available = 0
+    for action in range(rule.actions):
+        available |= int(game.avail[m, a, action]) << action
+    return pick_bit(available, number)
 
 
 @scalar

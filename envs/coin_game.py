@@ -11,7 +11,7 @@ import torch
 
 from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
-from envs.vector import draw, scalar
+from envs.vector import draw, pick_bit, scalar
 
 RIGHT, LEFT, DOWN, UP, STAY = range(5)
 ACTIONS = ("right", "left", "down", "up", "stay")
@@ -153,20 +153,15 @@ def towards(m, a, target, avoid, number, rule, game):
     Without a target it stays, where it can.
     """
     here = game.player[m, a]
-    least, count, chosen = 2 * rule.size, 0, RIGHT
-    for turn in range(2):  # find the best, then take one of them
-        place = number % count if turn == 1 else -1
-        count = 0
-        for action in range(rule.actions):
-            there = beside(here, action, rule.size)
-            far = int(action != STAY) if target == NOWHERE else distance(there, target, rule.size)
-            if there != avoid and far < least:
-                least, count = far, 0
-            if there != avoid and far == least:
-                if place == count:
-                    chosen = action
-                count += 1
-    return chosen
+    least, best = 2 * rule.size, 0
+    for action in range(rule.actions):
+        there = beside(here, action, rule.size)
+        far = int(action != STAY) if target == NOWHERE else distance(there, target, rule.size)
+        if there != avoid and far < least:
+            least, best = far, 0
+        if there != avoid and far == least:
+            best |= 1 << action
+    return pick_bit(best, number)
 
 
 @scalar

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from envs import batch
-from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
+from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, available_action
 from envs.vector import draw, scalar
 
 NONE, NORTH, SOUTH, WEST, EAST, LOAD = range(6)
@@ -318,19 +318,6 @@ def observe_one(m, lane, lanes, rule, game):
 
 # ---- scripted players ----
 @scalar
-def random_action(m, a, number, game):
-    count, chosen = 0, NONE
-    for turn in range(2):  # count what is available, then take one of it
-        place = number % count if turn == 1 else -1
-        for action in range(len(ACTIONS)):
-            if game.avail[m, a, action]:
-                if place == 0:
-                    chosen = action
-                count, place = count + 1, place - 1
-    return chosen
-
-
-@scalar
 def rounded_mean(total, count):
     """To the nearest whole number, halves to the even one."""
     lower = total // count
@@ -378,7 +365,7 @@ def heuristic_action(m, a, policy, number, rule, game):
             return EAST
         if right < 0 and game.avail[m, a, WEST]:
             return WEST
-    return random_action(m, a, number, game)
+    return available_action(m, a, number, rule, game)
 
 
 @scalar
@@ -464,7 +451,7 @@ def act_one(m, a, policy, rule, game):
     elif policy == MEET:
         f = next_of_another(m, a, rule, game)
     if f == GONE:
-        return random_action(m, a, number, game)
+        return available_action(m, a, number, rule, game)
     return LOAD if distance(m, a, f, game) == 1 else step_towards(m, a, f, number, rule, game)
 
 

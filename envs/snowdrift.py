@@ -11,7 +11,7 @@ import torch
 
 from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
-from envs.vector import draw, scalar
+from envs.vector import draw, pick_bit, scalar
 
 UP, DOWN, LEFT, RIGHT, STAY, REMOVE = range(6)
 ACTIONS = ("up", "down", "left", "right", "stay", "remove")
@@ -133,15 +133,7 @@ def step_to_drift(m, a, number, rule, game):
                 best |= (
                     int(rows < 0) << UP | int(rows > 0) << DOWN | int(columns < 0) << LEFT | int(columns > 0) << RIGHT
                 )
-    count, chosen = 0, STAY
-    for turn in range(2):  # count the best moves, then take one of them
-        place = number % count if turn == 1 and count > 0 else -1
-        for move in range(STAY):
-            if best >> move & 1:
-                if place == 0:
-                    chosen = move
-                count, place = count + 1, place - 1
-    return chosen
+    return pick_bit(best, number) if best != 0 else STAY
 
 
 @scalar

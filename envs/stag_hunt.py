@@ -11,8 +11,8 @@ from numbers import Real
 import numpy as np
 import torch
 
-from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, check_flag
-from envs.vector import draw, scalar
+from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, available_action, check_flag
+from envs.vector import draw, pick_bit, scalar
 
 UP, DOWN, LEFT, RIGHT, STAY, HUNT_STAG, HUNT_HARE = range(7)
 ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
@@ -337,16 +337,12 @@ def step_towards(m, a, wanted, number, rule, game):
         here = stag_at(m, cell, rule, game) if wanted == HUNT_STAG else hare_at(m, cell, rule, game)
         game.away[m, a, cell] = 0 if here else -1
     flood(m, a, rule, game)
-    distance, count, chosen = game.away[m, a, game.hunter[m, a]], 0, STAY
+    distance, best = game.away[m, a, game.hunter[m, a]], 0
     if distance > 0:
-        for turn in range(2):  # count the best moves, then take one of them
-            place = number % count if turn == 1 else -1
-            for move in range(STAY):
-                if game.away[m, a, beside(game.hunter[m, a], move, rule)] == distance - 1:
-                    if place == 0:
-                        chosen = move
-                    count, place = count + 1, place - 1
-    return chosen
+        for move in range(STAY):
+            if game.away[m, a, beside(game.hunter[m, a], move, rule)] == distance - 1:
+                best |= 1 << move
+    return pick_bit(best, number) if best != 0 else STAY
 
 
 @scalar
@@ -355,15 +351,7 @@ def act_one(m, a, policy, rule, game):
         return STAY
     number = draw(game.match[m, KEY], game.match[m, EPISODE], game.match[m, STEP], a * 4 + FOR_ACTION)
     if policy == RAND:
-        count, chosen = 0, STAY
-        for turn in range(2):
-            place = number % count if turn == 1 else -1
-            for action in range(len(ACTIONS)):
-                if game.avail[m, a, action]:
-                    if place == 0:
-                        chosen = action
-                    count, place = count + 1, place - 1
-        return chosen
+        return available_action(m, a, number, rule, game)
     wanted = HUNT_STAG if policy == NS else HUNT_HARE
     if policy == SWITCH:
         mind = draw(game.match[m, KEY], game.match[m, EPISODE], a, FOR_MIND)

@@ -96,6 +96,21 @@ def _pop_bit(mask):
     return lambda mask: (trailing_zeros(mask), mask & (mask - 1))
 
 
+@scalar
+def pick_bit(mask, number):
+    """The place of one of the bits that are set, by a random number; -1 if none is."""
+    count, rest = 0, mask
+    while rest != 0:
+        _, rest = pop_bit(rest)
+        count += 1
+    if count == 0:
+        return -1
+    for _ in range(number % count):
+        _, mask = pop_bit(mask)
+    place, _ = pop_bit(mask)
+    return place
+
+
 # ---- compiled code is kept between runs, in files named after a hash of all that it came from ----
 def _file(path):
     try:
