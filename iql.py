@@ -2,6 +2,7 @@
 
 Hundreds of matches are played in lock step and stored in a replay buffer on the device. Updates use double Q-learning,
 lambda-returns and a slowly moving target network (Tampuu et al. 2017, after PyMARL's IQL).
+A match is one of the games that are played side by side; a seat is an agent's place in it.
 
     python iql.py --env-id 3m --cuda                docs/iql.md has the logged keys, the deviations and the results
 """
@@ -110,9 +111,10 @@ def make_env(args, num_envs, device, purpose):
 
 def make_team(args, env, purpose):
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    encounter = 1 if args.keep_memory else args.encounter
+    seed, encounter = runs.seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
+    learners = ("learner",)  # what --team calls the learner's seats
     try:
-        return Team(env, args.team, ("learner",), *others, runs.seed_for(args.seed, purpose), encounter=encounter)
+        return Team(env, args.team, learners, *others, seed, encounter=encounter)
     except ValueError as error:
         raise runs.UsageError(f"--team {args.team}: {error}") from None
 

@@ -3,6 +3,7 @@
 A recurrent encoder reads what the learner sees and does; its embedding is an input of the Q-network. In training a
 decoder reconstructs from it what the others see and do. Everything else is independent Q-learning, as in iql.py. The
 others have fixed policies, drawn anew for every match (Papoudakis, Christianos, Albrecht, NeurIPS 2021).
+A match is one of the games that are played side by side; a seat is an agent's place in it.
 
     python liam_iql.py --env-id 3m --n-agents 8 --cuda           docs/liam_iql.md has the logged keys and the results
 """
@@ -116,11 +117,10 @@ def make_team(args, env, purpose):
     if env.n_agents == 1:
         raise runs.UsageError("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    encounter = 1 if args.keep_memory else args.encounter
+    seed, encounter = runs.seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
+    learners = ("liam", "learner")  # what --team calls the learner's seats
     try:
-        return Team(
-            env, args.team, ("liam", "learner"), *others, runs.seed_for(args.seed, purpose), encounter=encounter
-        )
+        return Team(env, args.team, learners, *others, seed, encounter=encounter)
     except ValueError as error:
         raise runs.UsageError(f"--team {args.team}: {error}") from None
 

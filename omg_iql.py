@@ -3,6 +3,7 @@
 A conditional VAE infers a latent subgoal from the past; it is an input of the Q-network. In training, hindsight gives
 the subgoal to infer: of the next states, encoded by a frozen VAE, the one that the Q-network values most (optimistic)
 or least (conservative). The others have fixed policies, drawn anew for every match (Yu, Jiang, Lu, NeurIPS 2024).
+A match is one of the games that are played side by side; a seat is an agent's place in it.
 
     python omg_iql.py --env-id 3m --n-agents 8 --cuda            docs/omg_iql.md has the logged keys and the results
 """
@@ -138,17 +139,10 @@ def make_team(args, env, purpose, stand_in=False):
     if env.n_agents == 1:
         raise runs.UsageError("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    encounter = 1 if args.keep_memory else args.encounter
+    seed, encounter = runs.seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
+    learners = ("omg", "iql_omg", "learner")  # what --team calls the learner's seats
     try:
-        return Team(
-            env,
-            args.team,
-            ("omg", "iql_omg", "learner"),
-            *others,
-            runs.seed_for(args.seed, purpose),
-            stand_in,
-            encounter,
-        )
+        return Team(env, args.team, learners, *others, seed, stand_in, encounter)
     except ValueError as error:
         raise runs.UsageError(f"--team {args.team}: {error}") from None
 
@@ -262,11 +256,11 @@ class Agents(nn.Module):
         subgoals (time, matches, seats, latent); index (time, candidates, matches, seats) says which times they are of.
         The first layer is computed once for each observation and once for each subgoal.
         """
-        match = torch.arange(seat.shape[0], device=obs.device).unsqueeze(1)
-        place = torch.arange(seat.shape[1], device=obs.device)
+        match_index = torch.arange(seat.shape[0], device=obs.device).unsqueeze(1)
+        seat_index = torch.arange(seat.shape[1], device=obs.device)
         obs_weight, subgoal_weight = self.fc1.weight.tensor_split((-subgoals.shape[-1],), 1)
         of_obs = F.linear(torch.cat(self.inputs(obs, last_action, seat), -1), obs_weight, self.fc1.bias)
-        of_subgoal = F.linear(subgoals, subgoal_weight)[index, match, place]
+        of_subgoal = F.linear(subgoals, subgoal_weight)[index, match_index, seat_index]
         return self.q_values(self.rnn.branch(F.relu(of_obs.unsqueeze(1) + of_subgoal), h))
 
 
@@ -789,7 +783,10 @@ if __name__ == "__main__":
         env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
     learner = Learner(args, env)
     fields = [*FIELDS, "terminated"]
-    fields += ["state"] * (args.subgoal_input == "state") + ["mean", "log_variance"] * (args.mix == "kl-target")
+    if args.subgoal_input == "state":
+        fields += ["state"]
+    if args.mix == "kl-target":
+        fields += ["mean", "log_variance"]
     player = Player(learner, learner.agents, team.learner_seats)
     eval_player = Player(learner, learner.target_agents, eval_team.learner_seats)
     runner = EpisodeRunner(env, team, player, fields)
