@@ -451,6 +451,12 @@ class TellWho:
     def obs(self):
         return self._obs
 
+    @property
+    def places(self):
+        """The environment's own function, where it has one: what is told says nothing of places."""
+        places = self._env.places
+        return lambda obs: places(obs[..., : self._env.obs_dim])
+
     def reset(self, *args, **options):
         _, info = self._env.reset(*args, **options)
         n_agents = self.n_agents

@@ -169,6 +169,16 @@ def test_an_oracle_is_told_who_the_others_are():
         assert torch.equal(who[0, m].sum(-1), torch.ones(3)) and torch.equal(who[5, m], who[0, m])
 
 
+@pytest.mark.parametrize("name", ["foraging_orders", "stag_hunt_4x4", "snowdrift", "coin_game", "popp", "3m", "kuhn"])
+def test_places_are_read_off_what_an_oracle_sees(name):
+    env = envs.make(name, num_envs=4)
+    told = TellWho(env, Team(env, "scripted"))
+    obs, _ = told.reset()
+    assert hasattr(told, "places") == hasattr(env, "places") == (name != "kuhn")
+    if name != "kuhn":
+        assert all(torch.equal(mine, its) for mine, its in zip(told.places(obs), env.places(env.obs)))
+
+
 @pytest.mark.parametrize("option", ["tell_who", pytest.param("recurrence", marks=pytest.mark.slow)])
 def test_an_oracle_and_a_learner_without_memory_train(option, tmp_path):
     folder = train("iql", tmp_path, **IPD, **{option: option == "tell_who"})["run"].folder
