@@ -119,7 +119,8 @@ class SideStream:
 
 class EpisodeRunner:
     def __init__(self, env, team, player, fields=()):
-        fields = [*fields, *["encounter"] * (env.encounters > 1 and "encounter" not in fields)]
+        if env.encounters > 1 and "encounter" not in fields:
+            fields = (*fields, "encounter")
         self.rounds = 0
         self.match_returns = {}  # by the number of a match in its encounter, of the last evaluation
         self.env = env
