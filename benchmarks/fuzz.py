@@ -393,8 +393,9 @@ def changed_leaf(rng, content):
     """A copy in which something is replaced, removed or added."""
     places = content.keys() if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
     if not len(places) or rng.random() < 0.02:
-        like = content if isinstance(content, torch.Tensor) else torch.zeros(2)
         is_tensor = isinstance(content, torch.Tensor)
+        is_plain = is_tensor and content.layout == torch.strided and content.dim() > 0 and content.numel() < 10**9
+        like = content if is_plain else torch.zeros(2)  # it may have been changed before
         return pick(rng, TENSORS)(like) if rng.random() < (0.7 if is_tensor else 0.1) else pick(rng, HOSTILE)
     copied, place = content.copy(), pick(rng, [*places])
     if rng.random() < 0.1:

@@ -51,6 +51,7 @@ def read(path):
     except Exception as error:  # torch.load has many ways to fail
         cause = str(error).strip().split("\n")[0].split(". ")[0][:150] or type(error).__name__
         raise ValueError(f"{path} is damaged or not a file of this project: {cause}") from None
+    check_tensors(path, content, finite=False)
     return content
 
 
@@ -80,9 +81,10 @@ def read_run(folder):
             raise ValueError(f"{path}: {name} is a name without a path, not {_short(value)}")
     if saved["args"].get("env_id", saved["env_id"]) != saved["env_id"]:
         raise ValueError(f"{path} is damaged: it is of {_short(saved['env_id'])}, but its arguments are not")
-    resume = saved.get("resume") or ""
-    if not isinstance(resume, str) or "/" in resume or "\0" in resume or len(resume) > 100:
-        raise ValueError(f"{path}: resume is the name of a file, not {_short(saved['resume'])}")
+    resume = saved.get("resume")
+    is_name = isinstance(resume, str) and "/" not in resume and "\0" not in resume and len(resume) <= 100
+    if not (resume is None or is_name):
+        raise ValueError(f"{path}: resume is the name of a file, not {_short(resume)}")
     _check_networks(path, saved["networks"])
     check_tensors(path, saved)
     return saved
@@ -115,18 +117,20 @@ def _short(value, length=60):
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def check_tensors(path, content, name=""):
-    """Raises a ValueError if a tensor has a number that is not finite, or claims to be larger than its data."""
+def check_tensors(path, content, name="", finite=True):
+    """Raises a ValueError if a tensor is not a plain one, or claims to be larger than its data, or (if `finite`) has a
+    number that is not finite.
+    """
     if isinstance(content, dict):
         for key, value in content.items():
-            check_tensors(path, value, f"{name}.{key}" if name else str(key))
+            check_tensors(path, value, f"{name}.{key}" if name else str(key), finite)
     elif isinstance(content, (list, tuple)):
         for number, value in enumerate(content):
-            check_tensors(path, value, f"{name}.{number}")
+            check_tensors(path, value, f"{name}.{number}", finite)
     elif isinstance(content, torch.Tensor):
         if content.layout != torch.strided or content.nbytes > content.untyped_storage().nbytes():
             raise ValueError(f"{path} is damaged: {name} is no plain tensor")
-        if content.is_floating_point() and not content.isfinite().all():
+        if finite and content.is_floating_point() and not content.isfinite().all():
             raise ValueError(f"{path} has numbers that are not finite, in {name}")
 
 

@@ -62,7 +62,7 @@ VALUES = {
     "progress/steps": [-1, 10**30, "4", ...],
     "progress/evals": [3, ...],
     "progress/complete": [3],
-    "resume": ["../checkpoint.pt", 3],
+    "resume": [torch.zeros(2), torch.zeros(0), "../checkpoint.pt", 3],
 }
 CHECKPOINTS = [pytest.param(key, ..., marks=pytest.mark.slow) for key in KEYS]
 for path, (first, *others) in VALUES.items():
@@ -136,6 +136,7 @@ def test_files_of_other_kinds(original, content, tmp_path):
         ("buffer/lengths", torch.ones(10**6, dtype=torch.long)),
         ("buffer/cursor", 10**9),
         ("buffer/episodes/obs", torch.zeros(1)),
+        ("buffer/episodes/obs", torch.ones(2, 8).to_sparse()),
         ("buffer/episodes/action", ...),
         ("runner", {}),
         ("runner/matches/match", torch.zeros(1)),
