@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from worlds import assert_same, shown
 
 import envs
 
@@ -24,18 +25,6 @@ WORLDS = {  # id -> options, one of each program
 MORE = {"stag_hunt_4x4": {"limit": 9}, "foraging_orders": {"limit": 9}, "popp": {"limit": 9}}  # other branches of these
 EVERY_WORLD = pytest.mark.parametrize("name", {**WORLDS, **MORE})
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
-
-
-def shown(result):
-    """A copy of everything that a call returned, by name."""
-    names = ("obs",) if len(result) == 2 else ("obs", "reward", "terminated", "truncated")
-    return {key: tensor.clone() for key, tensor in {**dict(zip(names, result)), **result[-1]}.items()}
-
-
-def assert_same(first, second, rows=slice(None)):
-    assert first.keys() == second.keys()
-    for key in first:
-        assert torch.equal(first[key][rows], second[key][rows].to(first[key].device)), key
 
 
 def make(name, num_envs=COPIES, **options):
