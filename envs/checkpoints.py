@@ -287,7 +287,8 @@ def load_weights(source, name, network, weights):
     for key in expected.keys() | found.keys():
         if expected.get(key) != found.get(key):
             shapes = [tuple(shapes[key]) if key in shapes else "nothing" for shapes in (expected, found)]
-            raise ValueError(f"{source} does not fit the script: {name}.{key} is {shapes[1]}, not {shapes[0]}")
+            key = " ".join(f"{name}.{key}".split())  # in one line, whatever a file has
+            raise ValueError(f"{source} does not fit the script: {key} is {shapes[1]}, not {shapes[0]}")
     network.load_state_dict(weights)
 
 

@@ -262,6 +262,7 @@ def check_rng_states(*states):
         torch.Generator().set_state(state[0])
 
 
+@functools.cache  # once in a process: `step` is wrapped
 def _do_not_import_torch_compile():
     """torch.optim imports torch.compile only to say what it should not compile, which takes seconds at every start.
 

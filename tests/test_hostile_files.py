@@ -57,6 +57,7 @@ VALUES = {
     "args/seed": [-1, "1"],
     "networks": [[], {}, {"agents": 3}, {"target_agents": {"fc1.weight": 3}}],
     WEIGHT: [torch.full((16, 36), torch.nan), torch.zeros(2, 2), torch.zeros(1).expand(10**6, 10**6), 3, ...],
+    "networks/target_agents/a\nb": [torch.zeros(2)],
     "optimizer": [{}, {"state": {}, "param_groups": []}, 3],
     "updates": [-1, "1", 1.5],
     "progress/steps": [-1, 10**30, "4", ...],

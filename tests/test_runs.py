@@ -870,13 +870,13 @@ import sys
 import torch
 from envs import checkpoints, files, runs
 
-if sys.argv[1] == "ours":
-    runs._do_not_import_torch_compile()
 for make in (
     lambda p: torch.optim.Adam([{"params": p[:1]}, {"params": p[1:], "lr": 0.03}], 0.01, eps=1e-5, fused=True),
     lambda p: torch.optim.Adam(p, 0.01),
     lambda p: torch.optim.RMSprop(p, 0.01),
 ):
+    if sys.argv[1] == "ours":
+        runs._do_not_import_torch_compile()  # every run of a process does
     torch.manual_seed(0)
     network = torch.nn.Linear(7, 5)
     optimizer = make(list(network.parameters()))
@@ -890,6 +890,10 @@ for make in (
     values = [*network.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
     print([[number.hex() for number in value.detach().double().flatten().tolist()] for value in values])
 assert sys.argv[1] != "ours" or "torch._dynamo" not in sys.modules
+step, wrappers = torch.optim.Adam.step, 0
+while hasattr(step, "__wrapped__"):
+    step, wrappers = step.__wrapped__, wrappers + 1
+assert wrappers == 2, "no_grad and torch's profiler, once each"
 """
 
 
