@@ -305,10 +305,13 @@ def load_optimizer(optimizer, saved):
     if [group["params"] for group in groups] != [group["params"] for group in expected]:
         raise ValueError("the optimizer is of other networks")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = next((values.keys() for values in saved["state"].values()), None)
     for number, values in saved["state"].items():
-        if number not in range(len(parameters)):
+        if number not in range(len(parameters)) or values.keys() != names:
             raise ValueError("the optimizer is of other networks")
         for name, value in values.items():
-            if torch.is_tensor(value) and value.shape not in ((), parameters[number].shape):
-                raise ValueError(f"the optimizer's {name} {number} is {tuple(value.shape)}")
+            parameter = parameters[number]
+            shape = () if name == "step" else parameter.shape
+            if not torch.is_tensor(value) or value.shape != shape or value.dtype != parameter.dtype:
+                raise ValueError(f"the optimizer's {_short(name)} {number} is {_short(value)}")
     optimizer.load_state_dict(saved)

@@ -32,7 +32,7 @@ def put(content, path, value):
     *parents, last = path.split("/")
     place = content
     for key in parents:
-        place = place[key]
+        place = place[int(key) if key.isdigit() else key]
     if value is ...:
         del place[last]
     else:
@@ -59,6 +59,7 @@ VALUES = {
     WEIGHT: [torch.full((16, 36), torch.nan), torch.zeros(2, 2), torch.zeros(1).expand(10**6, 10**6), 3, ...],
     "networks/target_agents/a\nb": [torch.zeros(2)],
     "optimizer": [{}, {"state": {}, "param_groups": []}, 3],
+    "optimizer/state/0/exp_avg": [3, None, torch.zeros(()), torch.zeros(2, 2), ...],
     "updates": [-1, "1", 1.5],
     "progress/steps": [-1, 10**30, "4", ...],
     "progress/evals": [3, ...],
