@@ -59,7 +59,8 @@ class Exit(SystemExit):
 
 class UsageError(Exit):
     def __init__(self, message):
-        super().__init__(str(message), 2)
+        message = str(message)
+        super().__init__(message if len(message) <= 1500 else f"{message[:1500]}...", 2)
 
 
 def not_ignored():

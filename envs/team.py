@@ -241,7 +241,9 @@ def _rotation(seat, first, n_agents):
         return seat
     if str(seat).isdigit() and int(seat) < n_agents:
         return (int(seat) - first) % n_agents
-    raise ValueError(f"the learner's seat is rotate, random or a number from 0 to {n_agents - 1}, not {seat!r}")
+    raise ValueError(
+        f"the learner's seat is rotate, random or a number from 0 to {n_agents - 1}, not {str(seat)[:100]!r}"
+    )
 
 
 # ---- runs as team-mates ----

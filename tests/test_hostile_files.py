@@ -55,6 +55,7 @@ VALUES = {
     "args/gamma": [float("nan"), "a", 7],
     "args/share_parameters": [False, 3],
     "args/seed": [-1, "1"],
+    "args/seat": ["x" * 10**4],
     "networks": [[], {}, {"agents": 3}, {"target_agents": {"fc1.weight": 3}}],
     WEIGHT: [torch.full((16, 36), torch.nan), torch.zeros(2, 2), torch.zeros(1).expand(10**6, 10**6), 3, ...],
     "networks/target_agents/a\nb": [torch.zeros(2)],
@@ -69,7 +70,7 @@ VALUES = {
 CHECKPOINTS = [pytest.param(key, ..., marks=pytest.mark.slow) for key in KEYS]
 for path, (first, *others) in VALUES.items():
     CHECKPOINTS += [(path, first), *(pytest.param(path, value, marks=pytest.mark.slow) for value in others)]
-PLAYS = {"optimizer", "updates", "args/seed", "args/gamma"}  # what a player does not need
+PLAYS = {"optimizer", "updates", "args/seed", "args/seat", "args/gamma"}  # what a player does not need
 
 
 def name_of(value):
