@@ -355,6 +355,10 @@ def lanes_for(units):
     return -(-units // rounds)
 
 
+def _names_in(parts):
+    return [name for part in parts for name in ast.walk(part) if isinstance(name, ast.Name)]
+
+
 class _CountedLoops(ast.NodeTransformer):
     """`for i in range(...)` as a while loop with a 32-bit counter: CUDA's compiler does not see through Numba's.
 
@@ -364,19 +368,25 @@ class _CountedLoops(ast.NodeTransformer):
 
     def visit_For(self, node):
         self.generic_visit(node)
-        i, bounds = node.target.id, [f"({ast.unparse(bound)})" for bound in node.iter.args]
+        i, bounds, lines = node.target.id, [f"({ast.unparse(bound)})" for bound in node.iter.args], []
+        assigned = {name.id for name in _names_in(node.body) if isinstance(name.ctx, ast.Store)}
+        if assigned & {name.id for name in _names_in(node.iter.args)}:
+            lines = [f"bound_{node.lineno}_{k} = {bound}" for k, bound in enumerate(bounds)]
+            bounds = [f"bound_{node.lineno}_{k}" for k in range(len(bounds))]
         if len(bounds) == 3:
             start, stop, step = bounds
             body = [f"{i} = int32({start} + {i}_round * {step})", f"if {i} < {stop}: pass"]
             start, stop, counter = "0", f"({stop} + {step} - 1) // {step}", f"{i}_round"
         else:
             start, stop, counter, body = "0" if len(bounds) == 1 else bounds[0], bounds[-1], i, []
+            if i in assigned:
+                counter, body = f"count_{node.lineno}", [f"{i} = count_{node.lineno}"]
         # the count comes first in the body, so that `continue` works
-        lines = [f"{counter} = int32({start} - 1)", f"while {counter} < {stop} - 1:"]
+        lines += [f"{counter} = int32({start} - 1)", f"while {counter} < {stop} - 1:"]
         lines += [f"    {line}" for line in (f"{counter} = int32({counter} + 1)", *body)]
-        first, loop = ast.parse("\n".join(lines)).body
-        (loop.body[-1] if body else loop).body += node.body
-        return [first, loop]
+        *first, loop = ast.parse("\n".join(lines)).body
+        (loop.body[-1] if len(bounds) == 3 else loop).body += node.body
+        return [*first, loop]
 
 
 def _for_cuda(function, done, **names):

@@ -1,5 +1,7 @@
 """What every environment of four functions keeps: seeds, snapshots, autoreset, plain Python, CUDA."""
 
+import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import torch
 from worlds import assert_same, shown
 
 import envs
+from envs import vector
 
 COPIES = 8  # the fewest matches that run on threads, so that only this form is compiled here
 WORLDS = {  # id -> options, one of each program
@@ -33,7 +36,7 @@ def make(name, num_envs=COPIES, **options):
 
 def drawn_policies(env, seed=0):
     shape = env.num_envs, env.n_agents
-    return torch.randint(len(env.policies), shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(len(env.policies), shape, generator=torch.Generator().manual_seed(seed)).to(env.device)
 
 
 @EVERY_WORLD
@@ -150,3 +153,33 @@ def test_cuda_plays_what_the_cpu_plays(name, encounters):
     """To the last bit."""
     expected = history(name, "cpu", 1000, encounters)
     np.testing.assert_array_equal(expected, history(name, "cuda", 1000, encounters))
+
+
+def loops(n, lane, lanes):
+    """Loops that assign their own counter or their bounds; the last one as lanes share units."""
+    total = 0
+    for _ in range(n % 7):
+        _, total = 50, total + 1
+    for k in range(2, n):
+        n -= 1
+        if k == 4:
+            continue
+        for _ in range(3):
+            for _ in range(2):
+                total += k
+    for unit in range(lane, n, lanes):
+        total, n = total + unit, n + 1
+        lanes += 0
+    return total
+
+
+def test_loops_are_rewritten_for_cuda_with_the_same_meaning():
+    """There they count in 32 bits, by while."""
+    tree = ast.parse(inspect.getsource(loops))
+    scope = {"int32": int}
+    rewritten = ast.fix_missing_locations(vector._CountedLoops().visit(tree))
+    exec(compile(rewritten, "rewritten", "exec"), scope)
+    assert "for" not in {type(node).__name__.lower() for node in ast.walk(rewritten)}
+    for n in range(20):
+        for lane in range(3):
+            assert scope["loops"](n, lane, 3) == loops(n, lane, 3)
