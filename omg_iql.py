@@ -56,7 +56,8 @@ class Args:
     log_interval: float = 1.0  # seconds between lines of the log
 
     learning_rate: float = 1e-3  # Adam's learning rate
-    gamma: float = 0.99  # discount factor
+    gamma: float = 0.97  # discount factor
+    reward_scale: float | None = None  # factor of the rewards in targets (default: 5 / env.return_scale)
     td_lambda: float = 0.7  # lambda of the returns; 0 is one-step Q-learning
     tau: float = 0.005  # how far the target network, which plays greedily, moves with every update
     buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
@@ -111,7 +112,7 @@ def check_args(args):
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size train_frequency encounter hidden_dim learning_rate model_learning_rate max_grad_norm "
+        "batch_size train_frequency encounter hidden_dim reward_scale learning_rate model_learning_rate max_grad_norm "
         "pretrain_timesteps pretrain_updates latent_dim horizon",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction kl_weight mix_start "
         "mix_fraction",
@@ -545,6 +546,7 @@ class Learner:
     def __init__(self, args, env):
         self.args = args
         self.env = env
+        self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
         self.agents = Agents(args, env)
         self.target_agents = copy.deepcopy(self.agents)
@@ -672,7 +674,7 @@ class Learner:
             if self.env.leaving_ends:  # an agent's own game ends when it leaves
                 mask = mask & alive[:-1]
                 terminated = terminated | ~alive[1:]
-            reward = torch.where(mask, reward, 0.0)
+            reward = torch.where(mask, self.reward_scale * reward, 0.0)
             target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.td_lambda)
         td_error = torch.where(mask, q_taken - target, 0.0)
         td_loss = td_error.square().sum() / mask.sum()

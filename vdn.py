@@ -55,7 +55,8 @@ class Args:
     log_interval: float = 1.0  # seconds between lines of the log
 
     learning_rate: float = 1e-3  # Adam's learning rate
-    gamma: float = 0.99  # discount factor
+    gamma: float = 0.97  # discount factor
+    reward_scale: float | None = None  # factor of the rewards in targets (default: 5 / env.return_scale)
     td_lambda: float = 0.7  # lambda of the returns; 0 is one-step Q-learning
     tau: float = 0.005  # how far the target network, which plays greedily, moves with every update
     buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
@@ -92,7 +93,7 @@ def check_args(args):
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size train_frequency encounter hidden_dim learning_rate max_grad_norm",
+        "batch_size train_frequency encounter hidden_dim reward_scale learning_rate max_grad_norm",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
         non_negative="seed checkpoint_interval log_interval",
     )
@@ -369,6 +370,7 @@ class Learner:
     def __init__(self, args, env):
         self.args = args
         self.env = env
+        self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
         self.agents = Agents(args, env)
         self.target_agents = copy.deepcopy(self.agents)
@@ -412,7 +414,7 @@ class Learner:
             mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
             terminated = batch["terminated"][:-1].unsqueeze(-1)
             truncated = (steps_left[:-1] == 1).unsqueeze(-1)  # the last step, unless it is terminated
-            reward = torch.where(mask, reward, 0.0)
+            reward = torch.where(mask, self.reward_scale * reward, 0.0)
             target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.td_lambda)
         q_taken = self.mix(q_taken, alive[:-1])
         td_error = torch.where(mask, q_taken - target, 0.0)

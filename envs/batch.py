@@ -277,6 +277,7 @@ class Batch:
     policies = ()
     default_others = ()  # the policies that others are drawn from where none are named; empty: all
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
+    return_scale = 5.0  # how large returns get, roughly: what learners divide rewards by
     zero_sum = False  # whether all rewards of a step add up to nothing
     ego_first = False  # whether observations list the agents from oneself on and round, or in order without oneself
     obs_bound = 1.0  # no number of an observation is larger, or smaller than its negative

@@ -242,6 +242,7 @@ class Battle(Batch):
         if reward_scale and not best >= 1:
             rewards = f"reward_death_value {reward_death_value} and reward_win {reward_win}"
             raise ValueError(f"with {rewards} the best return, to scale by, is {best:g}: it has to be 1 or more")
+        self.return_scale = 1.0 if reward_sparse else reward_scale_rate if reward_scale else max(best, 1.0)
         rule = Rule(
             **self._rule_numbers(NO_OP), allies=allies, units=len(kinds), width=ground.shape[1], height=ground.shape[0],
             auto_allies=int(auto_allies), medivacs_do_not_count=int(spec.types == "MMM"),

@@ -228,6 +228,7 @@ class CoinGame(Batch):
             raise ValueError(
                 f"{name}: payoffs are (own coin, other's, penalty) of both players, {numbers}, not {payoffs!r}"
             )
+        self.return_scale = limit * payoff.abs().max().item() / 4 or 1.0
         self.size, self.actions_named = size, ACTIONS[: 4 if rules == "lola" else 5]
         cells = size * size
         self.ranges = {"player": (0, cells - 1), "coin": (NOWHERE, cells - 1), "since": (NEVER, limit),

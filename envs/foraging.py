@@ -45,7 +45,7 @@ IDS = (
 Rule = namedtuple(
     "Rule",
     (*RULE, "foods", "rows", "cols", "sight", "coop", "max_level", "max_food", "penalty", "prosocial", "patience")
-    + ("one_hot", "rows_seen", "cols_seen"),
+    + ("one_hot", "rows_seen", "cols_seen", "player_sight"),
 )
 Forage = namedtuple(
     "Forage",
@@ -259,6 +259,8 @@ def sees_player(m, a, b, rule, game):
     """As the package has it: near the first row or column one sees others farther away than food."""
     row, col = row_seen(m, a, game.row[m, b], rule, game), col_seen(m, a, game.col[m, b], rule, game)
     widest = 2 * rule.sight
+    if max(abs(game.row[m, b] - game.row[m, a]), abs(game.col[m, b] - game.col[m, a])) > rule.player_sight:
+        return False
     return row >= 0 and row <= widest and col >= 0 and col <= widest
 
 
@@ -473,6 +475,7 @@ class Foraging(Batch):
         patience=4,
         prosocial=None,
         one_hot=None,
+        player_sight=LONGEST,
         **common,
     ):
         stage = name == ORDERS_ID
@@ -481,6 +484,7 @@ class Foraging(Batch):
         prosocial = stage if prosocial is None else prosocial
         one_hot = stage if one_hot is None else one_hot
         refuse_what_does_not_fit(name, rows, cols, agents, foods, sight, limit, max_player_level, patience, penalty)
+        batch.check_whole_number(f"{name}: player_sight", player_sight, 0, LONGEST)
         batch.check_flag(f"{name}: prosocial", prosocial)
         batch.check_flag(f"{name}: one_hot", one_hot)
         self.rows, self.cols, self.foods, self.sight, self.one_hot = rows, cols, foods, sight, one_hot
@@ -488,6 +492,7 @@ class Foraging(Batch):
         self.ranges = {"row": (0, rows - 1), "col": (0, cols - 1), "level": (0, MOST_LEVELS), "food_row": (0, rows - 1),
                        "food_col": (0, cols - 1), "food": (0, 3 * MOST_LEVELS), "spawned": (0, most_food),
                        "last": (NONE, LOAD), "tries": (0, limit)}  # fmt: skip
+        self.return_scale = 1 / agents  # all foods together are worth 1
         self.team_reward, self.default_others = prosocial, ORDERS if coop else HEURISTICS
         highest = 1 if lowest else max_player_level * min(agents, 3)
         self._window = min(2 * sight + 1, rows), min(2 * sight + 1, cols)  # rows and columns in view, at most
@@ -509,7 +514,7 @@ class Foraging(Batch):
             foods=foods, rows=rows, cols=cols, sight=sight, coop=int(coop), max_level=max_player_level,
             max_food=int(lowest), penalty=np.float32(penalty), prosocial=int(prosocial),
             patience=NEVER if patience is None else patience, one_hot=int(one_hot), rows_seen=self._window[0],
-            cols_seen=self._window[1],
+            cols_seen=self._window[1], player_sight=player_sight,
         )  # fmt: skip
 
     def _set_spaces(self, highest_food, highest_player):

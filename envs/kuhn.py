@@ -235,7 +235,7 @@ class Kuhn(Batch):
 
     def __init__(self, name, num_envs=1, n_agents=None, *, limit=100, **common):
         batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
-        whole = torch.int32
+        self.return_scale, whole = 0.15 * limit, torch.int32
         self.ranges = {"card": (JACK, KING), "last_card": (NONE, KING), "bets": (NONE, BET), "turn": (0, TURNS - 1),
                        "hands": (0, limit), "counts": (0, limit), "earned": (-2 * limit, 2 * limit)}  # fmt: skip
         super().__init__(

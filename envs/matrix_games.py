@@ -145,6 +145,7 @@ class MatrixGame(Batch):
             numbers = f"numbers from {-batch.MOST_REWARD:g} to {batch.MOST_REWARD:g}"
             raise ValueError(f"{name}: payoffs are 2 x 2 pairs of {numbers}, such as {example}, not {payoffs!r}")
         self.payoffs, self.zero_sum = payoff.tolist(), not payoff.sum(-1).any()
+        self.return_scale = limit * payoff.abs().max().item() / 2 or 1.0
         self.ranges = {"last": (NONE, SECOND), "streak": (0, limit), "times": (0, limit)}
         whole, number = torch.int32, torch.float32
         simulation = dict.fromkeys(("last", "streak", "times"), (whole, (num_envs, 2)))

@@ -428,6 +428,7 @@ class PredatorPrey(Batch):
 
     policies = POLICIES
     team_reward = False
+    return_scale = 100.0
     hit_distance = 0.1  # how near a predicted place must be to count as right: a step at full speed
 
     def __init__(

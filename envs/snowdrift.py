@@ -185,7 +185,7 @@ class Snowdrift(Batch):
         batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
         batch.check_number(f"{name}: gain", gain, -batch.MOST_REWARD, batch.MOST_REWARD)
         batch.check_number(f"{name}: cost", cost, -batch.MOST_REWARD, batch.MOST_REWARD)
-        self.size, self.drifts = size, drifts
+        self.size, self.drifts, self.return_scale = size, drifts, drifts * max(abs(gain), abs(cost)) or 1.0
         self.ranges = {"player": (0, size * size - 1), "drift": (0, 1), "left": (0, drifts),
                        "removed": (0, drifts), "last": (NONE, REMOVE)}  # fmt: skip
         whole, number = torch.int32, torch.float32

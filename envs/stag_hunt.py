@@ -401,6 +401,7 @@ class StagHunt(Batch):
         cells, channels = height * width, agents + 3
         self.height, self.width, self.stags, self.hares = height, width, stags, hares
         self.view_radius, self.team_reward = view_radius, prosocial
+        self.return_scale = (stags * stag_reward + hares * hare_reward) / agents or 1.0
         self.ranges = {"hunter": (GONE, cells - 1), "prey": (GONE, cells - 1), "ground": (FREE, OBSTACLE),
                        "last": (-1, len(ACTIONS) - 1), "joins": (0, 1)}  # fmt: skip
         whole, short = torch.int32, torch.int16

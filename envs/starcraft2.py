@@ -190,6 +190,7 @@ class StarCraft2(Batch):
     """Matches of the real game on one map. docs/starcraft2.md describes the options; envs.make builds one."""
 
     simulated = False
+    return_scale = 20.0  # with SMAC's own settings
     policies = ("random", "hold")
     passed_on = (
         "step_mul", "move_amount", "difficulty", "game_version",

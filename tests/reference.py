@@ -22,6 +22,7 @@ def env_spec(**changes):
     """What a learner reads of an environment."""
     spec = {
         "n_agents": 3, "n_actions": 4, "obs_dim": 5, "state_dim": 7, "episode_limit": 8, "team_reward": True,
+        "return_scale": 2.0,
         "ego_first": False, "device": CPU,
     }  # fmt: skip
     spec |= changes
@@ -204,7 +205,7 @@ def td_errors(learner, data, m, place, inferred):
         next_value = target_q[np.argmax(np.where(avail[t + 1], q, -np.inf))]
         if t == length - 1:
             next_target = next_value
-        target = data["reward"][t, m, place]
+        target = 5 / env.return_scale * data["reward"][t, m, place]
         if not data["terminated"][t, m] and (env.team_reward or alive[t + 1]):
             target += args.gamma * ((1 - args.td_lambda) * next_value + args.td_lambda * next_target)
         next_target = target

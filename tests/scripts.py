@@ -115,7 +115,7 @@ class TinyGame:
     """
 
     name, n_agents, n_actions, policies, team_reward, simulated = "tiny", 2, 2, (), True, True
-    encounters, leaving_ends, zero_sum, sides, default_others = 1, False, False, None, ()
+    encounters, leaving_ends, zero_sum, sides, default_others, return_scale = 1, False, False, None, (), 5.0
     device = torch.device("cpu")
 
     def __init__(self, payoff, following, num_envs):

@@ -54,7 +54,7 @@ def definitions(name):
 
 def test_definitions_include_comments_decorators_and_fields():
     found = definitions("iql")
-    assert found["Args.gamma"] == "    gamma: float = 0.99  # discount factor"
+    assert found["Args.gamma"] == "    gamma: float = 0.97  # discount factor"
     assert found["RecurrentWeights.forward"].startswith("    @staticmethod\n    def forward(ctx, ")
     assert found["MAX_GRAPHS"].startswith("MAX_GRAPHS = 8  # ")
 

@@ -442,6 +442,15 @@ def test_one_hot_observations_hold_the_same(name):
             coded.step(actions)
 
 
+def test_players_farther_than_player_sight_are_not_seen():
+    everything, near = (envs.make("Foraging-8x8-3p-3f-v3", num_envs=64, player_sight=sight) for sight in (64, 2))
+    obs, there = everything.reset()[0].unflatten(-1, (-1, 3)), near.reset()[0].unflatten(-1, (-1, 3))
+    assert torch.equal(obs[..., :4, :], there[..., :4, :])  # foods and oneself
+    distance = (obs[..., 4:, :2] - obs[..., 3:4, :2]).abs().amax(-1)
+    assert torch.equal((distance <= 2).sum(-1), (there[..., 4:, 2] > 0).sum(-1))
+    assert 0 < (distance <= 2).float().mean() < 1
+
+
 @pytest.mark.parametrize("one_hot", [False, True])
 @pytest.mark.parametrize("name", ["Foraging-8x8-3p-3f-v3", "Foraging-2s-10x7-3p-3f-v3"])
 def test_places_and_origin(name, one_hot):

@@ -525,7 +525,14 @@ class TwoGoals:
     Everyone sees the other's last move except in step 3: it takes memory to know it there.
     """
 
-    name, policies, simulated, team_reward, ego_first = "two_goals", ("left", "right"), True, False, False
+    name, policies, simulated, team_reward, ego_first, return_scale = (
+        "two_goals",
+        ("left", "right"),
+        True,
+        False,
+        False,
+        5.0,
+    )
     n_agents, n_actions, obs_dim, state_dim, episode_limit = 2, 2, 9, 1, 6
     encounters, leaving_ends, sides, default_others = 1, True, None, ()
 

@@ -40,6 +40,7 @@ def learner_of(name, team_reward=True, device="cpu", **options):
         episode_limit=ROWS - 1,
         team_reward=team_reward,
         leaving_ends=not team_reward,
+        return_scale=2.0,
         device=torch.device(device),
     )
     learner = make_learner(name, env, make_args(TEAM_SCRIPTS[name], cuda=device == "cuda", **options))
@@ -143,7 +144,7 @@ def plain_loss(name, learner, batch):
                 taken[t, a] = online[t, m, a, batch["action"][t, m, a]]
                 available = [i for i in range(ACTIONS) if batch["avail"][t + 1, m, a, i]]
                 following[t, a] = target[t + 1, m, a, max(available, key=lambda i: online[t + 1, m, a, i])]
-        reward = batch["reward"][:length, m].double().numpy()
+        reward = 5 / 2.0 * batch["reward"][:length, m].double().numpy()
         if name == "iql":
             for a in range(SEATS):
                 steps = length if team else int(alive[:length, m, a].sum())
@@ -188,7 +189,7 @@ def test_loss_equals_plain_loops(name, team_reward, td_lambda):
 
 def test_double_q_target_by_hand():
     """One step, then a time limit: the online network picks an available action, the target network values it."""
-    learner = learner_of("iql", gamma=0.5, td_lambda=0.7)
+    learner = learner_of("iql", gamma=0.5, td_lambda=0.7, reward_scale=1.0)
     observe_values(learner)
     batch = {key: torch.zeros_like(value[:9, :1]) for key, value in episodes_of(make_batch(0)).items()}
     batch["lengths"], batch["alive"][:], batch["reward"][0] = torch.tensor([1]), True, 2.0
