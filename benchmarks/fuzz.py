@@ -239,7 +239,8 @@ TINY = {
     "eval_interval": 150, "eval_episodes": 4, "final_eval_episodes": 4, "hidden_dim": 8, "log_interval": 0.0,
     "pretrain_timesteps": 100, "pretrain_updates": 3, "latent_dim": 4, "episodes": 3, "seeds": 1,
 }  # fmt: skip
-SCRIPTS = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "omg_iql", "pretrain_cvae", "evaluate", "play", "sweep")
+SCRIPTS = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql", "pretrain_cvae",
+           "evaluate", "play", "sweep")  # fmt: skip
 TINY_IDS = ("3m", "stag_hunt_4x4", "Foraging-5x5-2p-1f-v3", "simple_tag", "popp", "kuhn", "matrix_ipd", "coin_game")
 WORDS = (
     "", "x", "-", "--", "a b", "3m", "8m", "../x", "..", "/dev/null", "/proc/nothing", "*", "[", "x" * 300, "\u2603",

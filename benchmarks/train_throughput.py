@@ -25,10 +25,12 @@ from envs import checkpoints
 ROOT = Path(__file__).parent.parent
 NEVER = "1000000000000"  # steps that no row gets to
 
+SCRIPTS = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql")
+
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "omg_iql")  # training scripts
+    scripts: tuple[str, ...] = SCRIPTS  # training scripts
     ids: tuple[str, ...] = ("3m", "8m")  # environments
     cuda: bool = False  # use the GPU
     replay_ratio: float | None = None  # samples learned from for each step played (default: as the script has it)

@@ -128,15 +128,18 @@ class EpisodeRunner:
         self.player = player
         self.should_stop = None  # without arguments; asked in each step of a game that is not simulated
         self.invalid_rounds = 0  # in a row
+        recorded = [name for name in ("reward", *fields) if name != "policy"]
         rows = round_up(env.episode_limit, CHUNK) + 1
         values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
         values |= self.outputs
-        needed = rows * sum(values[name].nbytes for name in ("reward", *fields))
+        needed = rows * sum(values[name].nbytes for name in recorded)
         if needed > memory_of(env.device):
             raise MemoryError(f"a round of {env.num_envs} matches takes {needed / 2**30:.0f} GiB: play fewer at a time")
-        self.episodes = {name: values[name].new_zeros((rows, *values[name].shape)) for name in ("reward", *fields)}
+        self.episodes = {name: values[name].new_zeros((rows, *values[name].shape)) for name in recorded}
         self.chunk = {name: torch.zeros_like(values[:CHUNK]) for name, values in self.episodes.items()}
         self.episodes["seat"] = team.learner_seats.unsqueeze(0)  # the same at all times
+        if "policy" in fields:
+            self.episodes["policy"] = team.policy_id.unsqueeze(0)
         self.epsilon = torch.zeros((), device=env.device)
         self.last_action = torch.zeros_like(env.actions)
         self.running = torch.zeros_like(env.terminated)

@@ -14,6 +14,7 @@ from envs.episodes import EpisodeRunner
 CPU = torch.device("cpu")
 NO_LOG = SimpleNamespace(add_scalar=lambda *_: None)
 LENGTHS, SEATS = (5, 8, 3, 6), ((0, 2), (1, 2), (0, 1), (2, 0))
+POLICIES = (2, 5, 6)  # what the others of a batch have
 DEATHS = ((0, 0, 3), (1, 2, 2), (2, 1, 1))  # match, agent, the first row in which it is dead
 
 
@@ -32,12 +33,22 @@ def env_spec(**changes):
 def random_learner(name, env, seed=0, **options):
     """A small learner with weights so large that outputs are far from equal."""
     torch.manual_seed(seed)
-    small = {"hidden_dim": 6, "latent_dim": 4, "horizon": 3, "td_lambda": 0.6, "gamma": 0.9, "kl_weight": 0.01}
-    module = SCRIPTS[name]
+    small = {
+        "hidden_dim": 6,
+        "latent_dim": 4,
+        "horizon": 3,
+        "steps_ahead": 3,
+        "td_lambda": 0.6,
+        "gamma": 0.9,
+        "kl_weight": 0.01,
+    }
+    module, used = SCRIPTS[name], ()
+    if name == "belief_iql":
+        small, used = small | {"n_policies": len(POLICIES)}, (POLICIES,)
     small = {key: value for key, value in small.items() if key in module.Args.__dataclass_fields__}
     args = module.Args(**{**small, **options})
     module.check_args(args)
-    return scramble(module.Learner(args, env), 0.5)
+    return scramble(module.Learner(args, env, *used), 0.5)
 
 
 def random_batch(env, lengths=LENGTHS, seats=SEATS, deaths=DEATHS, latent_dim=4, seed=1):
@@ -57,6 +68,7 @@ def random_batch(env, lengths=LENGTHS, seats=SEATS, deaths=DEATHS, latent_dim=4,
         "log_variance": normal(learners, latent_dim), "seat": seats.unsqueeze(0), "lengths": torch.tensor(lengths),
     }  # fmt: skip
     batch["avail"][..., 0] = True
+    batch["policy"] = torch.tensor(POLICIES)[torch.randint(3, (1, matches, env.n_agents), generator=generator)]
     for match, length in enumerate(lengths):
         batch["terminated"][length - 1 :, match] = match % 2 == 0  # the others are truncated
     for match, agent, row in deaths:
@@ -74,15 +86,22 @@ def make_runner(name, env_id, team, num_envs=6, seed=1, **options):
         options = {"latent_dim": 8, **options}
     args = module.Args(env_id=env_id, team=team, num_envs=num_envs, hidden_dim=16, **options)
     env = module.make_env(args, num_envs, CPU, str(seed))
-    learner = module.Learner(args, env)
+    team = module.make_team(args, env, str(seed))
+    if name == "belief_iql":
+        args.n_policies = len(team.used)
+    learner = module.Learner(args, env, *([team.used] if name == "belief_iql" else []))
     with torch.no_grad():
         for network in (learner.agents, learner.model):
             for weights in network.parameters():
                 weights.mul_(2)
-    team = module.make_team(args, env, str(seed))
     player = module.Player(learner, learner.agents, team.learner_seats)
-    fields = [*module.FIELDS, "terminated", *(("state", "mean", "log_variance") if name == "omg_iql" else ())]
-    return learner, EpisodeRunner(env, team, player, fields)
+    fields = (
+        *module.FIELDS,
+        "all_action",
+        "terminated",
+        *(("state", "mean", "log_variance") if name == "omg_iql" else ()),
+    )
+    return learner, EpisodeRunner(env, team, player, dict.fromkeys(fields))
 
 
 # ---- networks, one step of one seat at a time ----
@@ -115,9 +134,17 @@ def one_hot(index, size):
 
 
 def q_step(agents, env, obs, last_action, seat, inferred, h):
-    x = np.concatenate((obs, one_hot(last_action, env.n_actions), one_hot(seat, env.n_agents), inferred))
+    x = np.concatenate((obs, one_hot(last_action, env.n_actions), one_hot(seat, env.n_agents)))
+    if hasattr(agents, "gate"):
+        inferred = np.exp(log_softmax(linear(agents.gate, x))) @ inferred.reshape(4, -1)
+    if getattr(agents, "belief_is_input", True):
+        x = np.concatenate((x, inferred))
     h = gru(agents.rnn, relu(linear(agents.fc1, x)), h)
     q = linear(agents.fc2, h)
+    if hasattr(agents, "fc3"):
+        q = linear(agents.fc3, relu(q)).reshape(-1, env.n_actions)
+        belief = np.ones((1, 1)) if agents.belief_is_input else inferred.reshape(agents.policies)
+        return belief.mean(0) @ q, h
     return q if agents.value is None else linear(agents.value, h) + q - q.mean(), h
 
 
@@ -166,13 +193,21 @@ def plain_losses(name, learner, batch):
     Samples of a code are its mean, and OMG's subgoals are not mixed.
     """
     data, terms = as_numpy(batch), defaultdict(list)
-    model_terms = {"naive_om_iql": naive_terms, "liam_iql": liam_terms, "omg_iql": omg_terms}[name]
+    model_terms = {
+        "naive_om_iql": naive_terms, "liam_iql": liam_terms, "omg_iql": omg_terms, "mix_iql": mix_terms,
+        "belief_iql": belief_terms,
+    }[name]  # fmt: skip
     for m, length in enumerate(batch["lengths"].tolist()):
         for place in range(batch["seat"].shape[2]):
             inferred = model_terms(learner, data, m, place, length, terms)
             terms["td"] += [error**2 for error in td_errors(learner, data, m, place, inferred)]
+    if name == "mix_iql":
+        for key in ("future", "return"):
+            contrastive_terms(terms, key)
     means = {key: np.mean(values) for key, values in terms.items()}
-    means["model"] = sum(means.get(key, 0.0) for key in ("cross_entropy", "obs_error", "recon"))
+    means["model"] = sum(
+        means.get(key, 0.0) for key in ("cross_entropy", "obs_error", "recon", "future_loss", "return_loss")
+    )
     if "kl" in means:
         means["model"] += learner.args.kl_weight * means["kl"]
     return means
@@ -237,6 +272,67 @@ def liam_terms(learner, data, m, place, length, terms):
         if t < length:
             predicted_obs = linear(model.obs_head, x).reshape(-1, env.obs_dim)
             prediction_terms(env, data, m, place, t, terms, log_probs, predicted_obs)
+    return inferred
+
+
+def layers(head, x):
+    return linear(head[2], relu(linear(head[0], x)))
+
+
+def mix_terms(learner, data, m, place, length, terms):
+    env, model, h, inferred = learner.env, learner.model, np.zeros(96), []
+    seat, alive = int(data["seat"][0, m, place]), data["alive"][:, m, place]
+    others = seat_order(env, seat)[1:]
+
+    def seen(t):
+        there = alive[t] * data["all_alive"][t, m]
+        return np.concatenate(
+            [data["all_obs"][t, m, other] if there[other] else np.zeros(env.obs_dim) for other in others]
+        )
+
+    for t in range(length + 1):
+        last_action = one_hot(data["action"][t - 1, m, place] if t else -1, env.n_actions)
+        h = gru(model.rnn, np.concatenate((data["obs"][t, m, place], last_action)), h)
+        inferred.append(linear(model.experts, h))
+        if t == length:
+            break
+        action_code, obs_code, future_code, return_code = np.split(inferred[-1], 4)
+        log_probs = log_softmax(layers(model.action_head, action_code).reshape(-1, env.n_actions))
+        predicted_obs = layers(model.obs_head, obs_code).reshape(-1, env.obs_dim)
+        prediction_terms(env, data, m, place, t, terms, log_probs, predicted_obs)
+        if alive[t]:
+            earned = [
+                learner.reward_scale * learner.args.gamma ** (k - t) * data["reward"][k, m, place]
+                for k in range(t, length) if env.team_reward or alive[k]
+            ]  # fmt: skip
+            future = layers(model.future, seen(min(t + learner.args.steps_ahead, length - 1)))
+            terms["future codes"].append((t, place, future_code, future))
+            terms["return codes"].append((t, place, return_code, layers(model.outcome, np.array([sum(earned)]))))
+    return inferred
+
+
+def contrastive_terms(terms, key):
+    """Adds what it costs to pick one's own target among those of the matches that are at the same step."""
+    codes = terms.pop(f"{key} codes")
+    for t, place, code, target in codes:
+        scores = [code @ other / len(code) ** 0.5 for s, seat, _, other in codes if (s, seat) == (t, place)]
+        terms[f"{key}_loss"].append(np.log(np.sum(np.exp(scores))) - code @ target / len(code) ** 0.5)
+
+
+def belief_terms(learner, data, m, place, length, terms):
+    env, model, h, inferred = learner.env, learner.model, np.zeros(96), []
+    seat = int(data["seat"][0, m, place])
+    others = [(seat + k) % env.n_agents for k in range(1, env.n_agents)]
+    kinds = [learner.used.tolist().index(data["policy"][0, m, other]) for other in others]
+    for t in range(length + 1):
+        last_action = one_hot(data["action"][t - 1, m, place] if t else -1, env.n_actions)
+        h = gru(model.rnn, np.concatenate((data["obs"][t, m, place], last_action)), h)
+        log_belief = log_softmax(linear(model.head, h).reshape(model.policies))
+        known = np.stack([one_hot(kind, len(learner.used)) for kind in kinds])
+        inferred.append((np.exp(log_belief) if learner.args.use == "input" else known).ravel())
+        if t < length and data["alive"][t, m, place]:
+            terms["cross_entropy"] += [-log_belief[number, kind] for number, kind in enumerate(kinds)]
+            terms["correct"] += [np.argmax(log_belief[number]) == kind for number, kind in enumerate(kinds)]
     return inferred
 
 

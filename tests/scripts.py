@@ -11,8 +11,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+import belief_iql
 import iql
 import liam_iql
+import mix_iql
 import naive_om_iql
 import omg_iql
 import qmix
@@ -25,7 +27,10 @@ event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 ROOT = Path(__file__).parent.parent
 TEAM_SCRIPTS = {"iql": iql, "vdn": vdn, "qmix": qmix}  # all seats learn by default
-MODEL_SCRIPTS = {"naive_om_iql": naive_om_iql, "liam_iql": liam_iql, "omg_iql": omg_iql}  # one learner among others
+MODEL_SCRIPTS = {  # one learner among others
+    "naive_om_iql": naive_om_iql, "liam_iql": liam_iql, "omg_iql": omg_iql, "mix_iql": mix_iql,
+    "belief_iql": belief_iql,
+}  # fmt: skip
 SCRIPTS = {**TEAM_SCRIPTS, **MODEL_SCRIPTS}
 QUICK = {
     "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 600,
@@ -96,6 +101,7 @@ def make_learner(name, env, args):
 def write_run(folder, name, env, seed=0, scale=3, **options):
     """The folder of a run that has learned nothing, with weights `scale` times as large as a new run's."""
     torch.manual_seed(seed)
+    options = {"n_policies": 2, **options} if name == "belief_iql" else options
     args = SCRIPTS[name].Args(**{"env_id": env.name, "seed": seed, **QUICK, **options})
     networks = make_learner(name, env, args).networks()
     content = {"algorithm": name, "env_id": args.env_id, "sizes": checkpoints.env_sizes(env), "args": asdict(args)}

@@ -12,16 +12,16 @@ OF_TEAM_SCRIPTS = {"FIELDS", "check_args", "Learner.__init__", "Learner.networks
 OF_MODEL_SCRIPTS = {
     "FIELDS", "check_args", "make_team", "analyse", "Args.team", "Args.latent_dim", "Agents.__init__",
     "OpponentModel.__init__", "OpponentModel.forward", "Player.__init__", "Player.reset", "Player.act",
-    "Learner.__init__", "Learner.model_loss", "Learner.update", "Agents.forward",
+    "Learner.__init__", "Learner.model_loss", "Learner.update", "Agents.forward", "Agents.q_values",
 }  # fmt: skip
 OF_ALL_SCRIPTS = OF_TEAM_SCRIPTS | OF_MODEL_SCRIPTS | {"load_player"}
 LINES = {
-    "iql": 480, "vdn": 490, "qmix": 530, "naive_om_iql": 600, "liam_iql": 600, "omg_iql": 850, "pretrain_cvae": 200,
-    "evaluate": 420,
+    "iql": 480, "vdn": 490, "qmix": 530, "naive_om_iql": 600, "liam_iql": 600, "mix_iql": 620, "belief_iql": 580,
+    "omg_iql": 850, "pretrain_cvae": 200, "evaluate": 420,
 }  # fmt: skip
 CHANGED_LINES = {
     ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("iql", "naive_om_iql"): 250, ("naive_om_iql", "liam_iql"): 100,
-    ("naive_om_iql", "omg_iql"): 400,
+    ("naive_om_iql", "omg_iql"): 400, ("liam_iql", "mix_iql"): 125, ("liam_iql", "belief_iql"): 170,
 }  # fmt: skip
 
 

@@ -1,0 +1,560 @@
+"""Belief Q-learning: infer which of the known policies the others have, and act on the Q-values for all of them.
+
+A recurrent network reads what the learner sees and does, and gives the probabilities of every other agent's policy: the
+belief. The Q-network has Q-values for each policy, and learns those of the one that the others really have. It acts on
+their mean under the belief. Everything else is independent Q-learning, as in iql.py. The others have fixed policies,
+drawn anew for every match.
+A match is one of the games that are played side by side; a seat is an agent's place in it.
+
+    python belief_iql.py --env-id kuhn --cuda                    docs/belief_iql.md has the logged keys and the results
+"""
+
+import copy
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+STARTED = time.time()  # before the slow imports
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem  # the name of this experiment
+    seed: int = 1  # the seed of all random numbers
+    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
+    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
+    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
+    wandb_project_name: str = "omg-marl"  # wandb's project
+    wandb_entity: str | None = None  # wandb's entity (team)
+    wandb_group: str | None = None  # wandb's group of runs
+    capture_video: bool = False  # whether to save a GIF of a match of the final policy
+    run_root: str = "runs"  # the folder in which run folders are made
+    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
+    save_buffer: bool = True  # whether checkpoints include the replay buffer, so that the run resumes exactly
+    resume: str | None = None  # a run folder to continue; other arguments must be as they were
+    init: str | None = None  # a run folder whose networks this run starts from
+    time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
+
+    env_id: str = "3m"  # the environment: see envs.list_ids()
+    n_agents: int | None = None  # number of agents, where the environment leaves it open
+    team: str = "scripted"  # scripted (one learner among scripted others), self (all learn), or such as 7qmix1belief
+    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
+    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
+    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
+    teammate_epsilon: float = 0.0  # probability of a random action of the others (runs only)
+    encounter: int = 1  # matches in a row with the same others before new ones are drawn
+    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
+    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
+    num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
+    total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 4 on the CPU
+    eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
+    eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
+    final_eval_episodes: int = 512  # episodes of the last evaluation
+    log_interval: float = 1.0  # seconds between lines of the log
+
+    learning_rate: float = 1e-3  # Adam's learning rate
+    gamma: float = 0.97  # discount factor
+    reward_scale: float | None = None  # factor of the rewards in targets (default: 5 / env.return_scale)
+    td_lambda: float = 0.7  # lambda of the returns; 0 is one-step Q-learning
+    tau: float = 0.005  # how far the target network, which plays greedily, moves with every update
+    buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
+    buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
+    batch_size: int | None = None  # episodes in an update (default: 64 on the GPU, 32 on the CPU)
+    train_frequency: int | None = None  # steps per update (default: 2000, CPU 200; with a team 1000, 400; sc2/ 60)
+    start_e: float = 1.0  # epsilon at the start
+    end_e: float = 0.05  # epsilon at the end
+    exploration_fraction: float = 0.1  # the fraction of the run over which epsilon falls
+    max_grad_norm: float = 10.0  # the norm to which gradients are clipped
+    hidden_dim: int = 64  # units of the recurrent layer
+    recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
+    use: Literal["mean", "input"] = "mean"  # act on the mean of Q under the belief, or have the belief as Q's input
+    model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
+    n_policies: int | None = None  # how many policies there are (default: those of the team)
+
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    tyro.cli(Args)  # prints the help and exits, before the slow imports
+
+import torch  # noqa: E402
+import torch.nn as nn  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import envs  # noqa: E402
+from envs import checkpoints, play, runs  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, load_runner, round_up  # noqa: E402
+from envs.metrics import masked_mean, q_sensitivity  # noqa: E402
+from envs.team import Team, TellWho  # noqa: E402
+
+MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
+FIELDS = ("obs", "avail", "alive", "action", "policy")  # for learning and `analyse`
+
+
+def check_args(args):
+    """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
+    runs.check_ranges(
+        args,
+        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
+        "batch_size train_frequency encounter hidden_dim reward_scale learning_rate model_learning_rate max_grad_norm "
+        "n_policies",
+        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
+        non_negative="seed checkpoint_interval log_interval",
+    )
+    runs.check_team_options(args)
+    runs.resolve_device(args)
+    runs.fill_in_sizes(args)
+
+
+def make_env(args, num_envs, device, purpose):
+    seed, encounters = runs.seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
+    try:
+        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
+    except ValueError as error:
+        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
+
+
+def make_team(args, env, purpose):
+    if env.n_agents == 1:
+        raise runs.UsageError("--n-agents 1: there is nobody to model")
+    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
+    seed, encounter = runs.seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
+    learners = ("belief", "learner")  # what --team calls the learner's seats
+    try:
+        team = Team(env, args.team, learners, *others, seed, encounter=encounter)
+    except ValueError as error:
+        raise runs.UsageError(f"--team {args.team}: {error}") from None
+    if not team.used:
+        raise runs.UsageError(f"--team {args.team}: there is nobody whose policy could be inferred")
+    return team
+
+
+# ALGO LOGIC: networks
+class RecurrentWeights(torch.autograd.Function):
+    """The identity on a GRU's gates; its backward pass computes the gradient of the recurrent weights."""
+
+    @staticmethod
+    def forward(ctx, gates, weight, bias, states):
+        ctx.save_for_backward(gates, weight, bias)
+        ctx.states = states
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, d_gates):
+        gates, weight, bias = ctx.saved_tensors
+        last_h = torch.cat(ctx.states)  # (time, rows, hidden)
+        n = last_h.shape[-1]
+        reset = torch.sigmoid(gates[..., :n] + F.linear(last_h, weight[:n], bias[:n]))
+        d_hidden = torch.cat((d_gates[..., : 2 * n], d_gates[..., 2 * n :] * reset), -1).flatten(0, 1)
+        return d_gates, d_hidden.T @ last_h.flatten(0, 1), d_hidden.sum(0), None
+
+
+def cudnn_unroll(gates, h, weight, bias):  # (time, rows, 3 * hidden), (rows, hidden)
+    """cuDNN's GRU, but with a gradient of its recurrent weights that does not take most of the backward pass."""
+    states = [h.detach().unsqueeze(0)]
+    gates = RecurrentWeights.apply(gates, weight, bias, states)
+    identity = torch.eye(len(bias), device=h.device)  # as input weights, since the gates are given
+    weights = [identity, weight.detach(), torch.zeros_like(bias), bias.detach()]
+    flat = torch.cat([w.flatten() for w in weights])  # cuDNN wants contiguous weights
+    weights = [part.view_as(w) for part, w in zip(flat.split([w.numel() for w in weights]), weights)]
+    y, _ = torch.gru(gates, h.unsqueeze(0), weights, True, 1, 0.0, True, False, False)
+    states.append(y[:-1].detach())
+    return y
+
+
+class SharedGRU(nn.GRU):
+    """One GRU for all seats."""
+
+    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
+        rows = x.flatten(1, 2)
+        h = h.flatten(0, 1)
+        if len(x) == 1:
+            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
+        elif x.is_cuda and torch.is_grad_enabled():
+            gates = F.linear(rows, self.weight_ih_l0, self.bias_ih_l0)
+            y = cudnn_unroll(gates, h, self.weight_hh_l0, self.bias_hh_l0)
+        else:
+            y, _ = super().forward(rows, h.unsqueeze(0))
+        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
+
+
+class Agents(nn.Module):
+    """The Q-network: Linear, GRU, two layers on observation, own last action and seat; Q-values for every policy."""
+
+    def __init__(self, args, env):
+        super().__init__()
+        self.policies = (env.n_agents - 1, args.n_policies)
+        self.belief_is_input = args.use == "input"
+        inputs = env.obs_dim + env.n_actions + env.n_agents + self.belief_is_input * math.prod(self.policies)
+        self.hidden_dim = args.hidden_dim
+        self.recurrence = args.recurrence
+        self.fc1 = nn.Linear(inputs, args.hidden_dim)
+        self.rnn = SharedGRU(args.hidden_dim, args.hidden_dim)
+        self.fc2 = nn.Linear(args.hidden_dim, args.hidden_dim)
+        self.fc3 = nn.Linear(args.hidden_dim, env.n_actions * (1 if self.belief_is_input else args.n_policies))
+        self.register_buffer("seat_one_hot", torch.eye(env.n_agents), persistent=False)
+        self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
+        self.to(env.device)
+
+    def init_hidden(self, matches, seats):
+        return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
+
+    def inputs(self, obs, last_action, seat):
+        last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
+        return obs, last_action, self.seat_one_hot[seat].expand(*obs.shape[:2], -1, -1)
+
+    def q_values(self, h, belief):
+        """The mean under the belief (..., others * policies), for all others alike."""
+        q = self.fc3(F.relu(self.fc2(h)))
+        if self.belief_is_input:
+            return q
+        weight = belief.unflatten(-1, self.policies).mean(-2)
+        return (weight.unsqueeze(-1) * q.unflatten(-1, (-1, len(self.actions)))).sum(-2)
+
+    def forward(self, obs, last_action, h, seat, inferred):
+        """obs (time, matches, seats, obs_dim), last_action (time, matches, seats) with -1 for none,
+        h (matches, seats, hidden), seat (matches, seats), inferred (time, matches, seats, features)
+        -> Q-values and hidden states of all times
+        """
+        inputs = self.inputs(obs, last_action, seat)
+        x = F.relu(self.fc1(torch.cat((*inputs, inferred) if self.belief_is_input else inputs, -1)))
+        if self.recurrence:
+            h = self.rnn(x, h)  # (time, matches, seats, hidden)
+        else:
+            h = self.rnn(x.flatten(0, 1).unsqueeze(0), self.init_hidden(*x.flatten(0, 1).shape[:2])).view_as(x)
+        return self.q_values(h, inferred), h  # (time, matches, seats, actions)
+
+
+# ALGO LOGIC: the opponent model's network
+class OpponentModel(nn.Module):
+    """The belief: a GRU over the learner's own past, and a head."""
+
+    def __init__(self, args, env, hidden_dim=96):
+        super().__init__()
+        self.hidden_dim = hidden_dim
+        self.policies = (env.n_agents - 1, args.n_policies)
+        self.rnn = SharedGRU(env.obs_dim + env.n_actions, hidden_dim)
+        self.head = nn.Linear(hidden_dim, math.prod(self.policies))
+        seat = torch.arange(env.n_agents)
+        self.register_buffer("seat_order", (seat.unsqueeze(1) + seat) % env.n_agents, persistent=False)
+        self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
+        self.to(env.device)
+
+    def init_hidden(self, matches, seats):
+        return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
+
+    def forward(self, obs, last_action, h):
+        """obs (time, matches, seats, obs_dim), last_action (time, matches, seats)
+        -> log-probabilities (time, matches, seats, others, policies), hidden states
+        """
+        last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
+        h = self.rnn(torch.cat((obs, last_action), -1), h)
+        return F.log_softmax(self.head(h).unflatten(-1, self.policies), -1), h
+
+
+def greedy_action(q, avail):
+    return q.masked_fill(~avail, -1e9).argmax(-1)
+
+
+def gather_q(q, action):
+    """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
+    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
+
+
+def lambda_returns(reward, next_value, terminated, truncated, gamma, td_lambda):
+    """(time, ...) targets: r + gamma * ((1 - lambda) * next_value + lambda * the next target).
+
+    Where `terminated` nothing follows; where `truncated` the next value stands for all that follows.
+    """
+    bootstraps = ~terminated
+    continues = bootstraps & ~truncated
+    target = reward + gamma * torch.where(continues, (1 - td_lambda) * next_value, next_value * bootstraps)
+    weight = gamma * td_lambda * continues.to(reward.dtype)
+    span = 1
+    while span < len(target):  # target[t] = target[t] + weight[t] * target[t + 1], for all t in a few doublings
+        target[:-span].add_(weight[: len(target) - span] * target[span:])
+        weight = weight[:-span] * weight[span:]
+        span *= 2
+    return target
+
+
+class Player:
+    """Plays the learner's seats (matches, seats) epsilon-greedily, with either Q-network of a learner."""
+
+    fields = FIELDS
+
+    def __init__(self, learner, agents, seats):
+        self.learner = learner
+        self.agents = agents
+        self.h = agents.init_hidden(*seats.shape)
+        self.model_h = learner.model.init_hidden(*seats.shape)
+
+    def reset(self, mask):
+        for state in (self.h, self.model_h):
+            state.masked_fill_(mask.view(-1, 1, 1), 0.0)
+
+    def act(self, inputs, epsilon):
+        obs = inputs.obs.unsqueeze(0)
+        last_action = inputs.last_action.unsqueeze(0)
+        log_belief, model_h = self.learner.model(obs, last_action, self.model_h)
+        q, h = self.agents(obs, last_action, self.h, inputs.seat, log_belief.exp().flatten(-2))
+        self.h.copy_(h[0])
+        self.model_h.copy_(model_h[0])
+        return epsilon_greedy(q[0], inputs.avail, epsilon)
+
+    def analyse(self, episodes):
+        return analyse(self.learner, episodes)
+
+
+def epsilon_greedy(q, avail, epsilon):
+    noise = torch.rand((*q.shape[:-1], q.shape[-1] + 1), device=q.device)
+    return greedy_action(torch.where(noise[..., -1:] < epsilon, noise[..., :-1], q), avail)
+
+
+class ReplayBuffer:
+    """A ring of episodes, time first: (steps + 1, episodes, ...)."""
+
+    def __init__(self, args, episodes, device):
+        self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
+        self.size = args.buffer_size = runs.buffer_size(args, episodes, self.device)
+        self.data, self.batch = {}, {}
+        for name, values in episodes.items():
+            rows, features = len(values), values.shape[2:]
+            self.data[name] = torch.zeros((rows, self.size, *features), dtype=values.dtype, device=self.device)
+            self.batch[name] = values.new_empty((rows, args.batch_size, *features))
+        self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
+        self.cursor = 0
+        self.generator = torch.Generator().manual_seed(runs.seed_for(args.seed, "buffer"))
+        self.save_episodes = args.save_buffer
+        self.max_length = len(episodes["reward"]) - 1
+        self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
+
+    def __len__(self):
+        return int((self.lengths > 0).sum())
+
+    def add(self, episodes, lengths, valid):
+        """Stores the valid episodes of a round."""
+        lengths = torch.where(valid, lengths, 0).cpu()
+        stored = lengths.nonzero().flatten()
+        if len(stored) == 0:
+            return
+        rows = int(lengths.max()) + 1
+        first_part = self.size - self.cursor  # as many go to the end of the ring, the rest to its start
+        for name, values in episodes.items():
+            data = self.data[name][:rows]
+            new = values[:rows] if len(stored) == len(lengths) else values[:rows, stored.to(values.device)]
+            data[:, self.cursor : self.cursor + len(stored)] = new[:, :first_part]
+            data[:, : max(len(stored) - first_part, 0)] = new[:, first_part:]
+        slots = (torch.arange(len(stored)) + self.cursor) % self.size
+        self.lengths[slots] = lengths[stored]
+        self.cursor = (self.cursor + len(stored)) % self.size
+
+    def sample(self, batches, batch_size):
+        """Yields batches of different episodes, cut after the longest one, rounded up to few different lengths.
+
+        All batches use the same memory, so that a captured update can be replayed on it.
+        """
+        filled = self.lengths.nonzero().flatten()
+        orders = [torch.randperm(len(filled), generator=self.generator)[:batch_size] for _ in range(batches)]
+        indices = filled[torch.stack(orders)]  # (batches, batch_size)
+        lengths = self.lengths[indices]
+        longest = lengths.amax(1).tolist()
+        chosen = torch.stack((indices, lengths), 1).to(self.device)  # one transfer: each one waits for the device
+        for (episodes, lengths), steps in zip(chosen, longest):
+            rows = min(round_up(steps, self.length_unit), self.max_length) + 1
+            batch = {"lengths": self.batch["lengths"].copy_(lengths)}
+            for name, data in self.data.items():
+                batch[name] = gather(data[:rows], episodes, self.batch[name][:rows])
+            yield batch
+
+    def state_dict(self):
+        state = {"generator": self.generator.get_state()}
+        if self.save_episodes:
+            filled = len(self)
+            data = self.data  # a full buffer is not copied: it may take most of the memory
+            if filled < self.size:
+                data = {name: values[:, :filled].clone() for name, values in self.data.items()}
+            state |= {"lengths": self.lengths, "cursor": self.cursor, "episodes": data}
+        return state
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+        if "episodes" not in state:
+            print("This run was saved without its buffer: going on with an empty one.")
+            return
+        runs.check_buffer(state, self.data, self.max_length)
+        self.lengths = state["lengths"]
+        self.cursor = state["cursor"]
+        for name, values in state["episodes"].items():
+            self.data[name][:, : values.shape[1]] = values.to(self.device)
+
+
+class Learner:
+    """The networks, the optimiser and the update."""
+
+    def __init__(self, args, env, used=()):
+        self.args = args
+        self.env = env
+        self.used = torch.tensor(used, device=env.device)  # the policies that may be met, by number in the team
+        self.reward_scale = args.reward_scale or 5 / env.return_scale
+        self.updates = 0
+        self.agents = Agents(args, env)
+        self.target_agents = copy.deepcopy(self.agents)
+        self.model = OpponentModel(args, env)
+        self.parameters = list(self.agents.parameters())
+        self.target_parameters = list(self.target_agents.parameters())
+        self.model_parameters = list(self.model.parameters())
+        groups = [{"params": self.parameters}, {"params": self.model_parameters, "lr": args.model_learning_rate}]
+        # fused, so that an update that is not finite can be skipped without waiting for the device
+        self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
+        self.metrics = runs.Metrics(env.device)
+        self.graphed_update = Graphed(self.update, env.device)
+
+    def networks(self):
+        return {"agents": self.agents, "target_agents": self.target_agents, "model": self.model}
+
+    def learn(self, buffer, updates):
+        for batch in buffer.sample(updates, self.args.batch_size):
+            self.graphed_update(batch)
+            self.updates += 1
+
+    def inputs(self, batch):
+        """(obs, own last actions, steps left) of episodes, time first; obs is 0 behind an end and for who has left."""
+        action, avail, alive = batch["action"][:-1], batch["avail"], batch["alive"]
+        steps_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
+        visible = (steps_left >= 0).unsqueeze(-1) & (alive | (not self.env.leaving_ends))
+        obs = torch.where(visible.unsqueeze(-1), batch["obs"], 0.0)
+        last_action = torch.cat((torch.full_like(action[:1], -1), action))
+        return obs, last_action, steps_left
+
+    # ALGO LOGIC: the opponent model
+    def policies(self, batch):
+        """(matches, seats, others, policies): the others' policies, one-hot, from the next seat on."""
+        others = self.model.seat_order[batch["seat"][0]][..., 1:]  # (matches, seats, others)
+        policy = batch["policy"][0].unsqueeze(1).expand(-1, others.shape[1], -1).gather(-1, others)
+        return (policy.unsqueeze(-1) == self.used).float()
+
+    def model_loss(self, batch, obs, last_action, steps_left):
+        """(the Q-network's additional input at all steps, the opponent model's loss, its metrics)"""
+        log_belief, _ = self.model(obs, last_action, self.model.init_hidden(*batch["seat"].shape[1:]))
+        policy = self.policies(batch).expand_as(log_belief)
+        mask = (batch["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1) & policy.any(-1)
+        loss = masked_mean(mask, -(policy * log_belief).sum(-1))
+        accuracy = masked_mean(mask, (log_belief.argmax(-1) == policy.argmax(-1)).float())
+        inferred = log_belief.detach().exp() if self.args.use == "input" else policy
+        return inferred.flatten(-2), loss, {"policy_accuracy": accuracy}
+
+    # ALGO LOGIC: the loss
+    def loss(self, batch):
+        """The loss of a batch of episodes, time first, and a dictionary of values to log."""
+        action, reward = batch["action"][:-1], batch["reward"][:-1]  # (steps, matches, seats)
+        avail, alive, seat = batch["avail"], batch["alive"], batch["seat"][0]
+        obs, last_action, steps_left = self.inputs(batch)
+        inferred, model_loss, _ = self.model_loss(batch, obs, last_action, steps_left)
+        h = self.agents.init_hidden(*seat.shape)
+        q, _ = self.agents(obs, last_action, h, seat, inferred)  # (steps + 1, matches, seats, actions)
+        q_taken = gather_q(q[:-1], action)  # (steps, matches, seats)
+        with torch.no_grad():
+            target_q, _ = self.target_agents(obs, last_action, h, seat, inferred)
+            next_value = gather_q(target_q, greedy_action(q, avail))[1:]
+            mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
+            terminated = batch["terminated"][:-1].unsqueeze(-1)
+            truncated = (steps_left[:-1] == 1).unsqueeze(-1)  # the last step, unless it is terminated
+            if self.env.leaving_ends:  # an agent's own game ends when it leaves
+                mask = mask & alive[:-1]
+                terminated = terminated | ~alive[1:]
+            reward = torch.where(mask, self.reward_scale * reward, 0.0)
+            target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.td_lambda)
+        td_error = torch.where(mask, q_taken - target, 0.0)
+        td_loss = td_error.square().sum() / mask.sum()
+        q_values = torch.where(mask, q_taken, 0.0).sum() / mask.sum()
+        logs = {"losses/td_loss": td_loss, "losses/q_values": q_values, "om/loss": model_loss}
+        return td_loss + model_loss, logs
+
+    def update(self, batch):
+        loss, logs = self.loss(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        logs["losses/grad_norm"] = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
+        logs["om/grad_norm"] = nn.utils.clip_grad_norm_(self.model_parameters, self.args.max_grad_norm)
+        finite = self.metrics.add(logs)
+        self.optimizer.found_inf = (~finite).float()  # the optimiser skips such a step
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
+
+
+@torch.no_grad()
+def analyse(learner, episodes):
+    """How sure and how right the belief is in recorded episodes, and how much Q depends on it: docs/belief_iql.md."""
+    inputs = learner.inputs(episodes)
+    obs, last_action, steps_left = inputs
+    log_belief, _ = learner.model(obs, last_action, learner.model.init_hidden(*episodes["seat"].shape[1:]))
+    mask = (episodes["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1)
+    metrics = {"confidence": masked_mean(mask.expand(log_belief.shape[:-1]), log_belief.exp().amax(-1)).item()}
+    if len(learner.used):  # the policies of a loaded run are not known by number
+        metrics["policy_accuracy"] = learner.model_loss(episodes, *inputs)[2]["policy_accuracy"].item()
+    if obs.shape[1] > 1:  # a single match has no other to exchange with
+        inferred = log_belief.exp().flatten(-2)
+        metrics["q_sensitivity"] = q_sensitivity(learner.target_agents, episodes, inputs, inferred)
+    return metrics
+
+
+def load_player(run, env, seats):
+    """The greedy policy of a run, playing `seats` (matches, seats) of matches like those of `env`."""
+    args = checkpoints.load_args(Args, run)
+    args.cuda = env.device.type == "cuda"
+    learner = Learner(args, env)
+    checkpoints.load_networks(run, env, learner.networks())
+    return Player(learner, learner.target_agents, seats)
+
+
+if __name__ == "__main__":
+    args = runs.parse_args(Args, __file__)
+    check_args(args)
+    device = runs.set_up_torch(args)
+    env = make_env(args, args.num_envs, device, "training")
+    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
+    team = make_team(args, env, "training")
+    eval_team = make_team(args, eval_env, "evaluation")
+    args.n_policies = len(team.used)
+    if args.tell_who:
+        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
+    learner = Learner(args, env, team.used)
+    player = Player(learner, learner.agents, team.learner_seats)
+    eval_player = Player(learner, learner.target_agents, eval_team.learner_seats)
+    runner = EpisodeRunner(env, team, player, (*FIELDS, "terminated"))
+    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS)
+    buffer = ReplayBuffer(args, runner.episodes, device)
+    state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
+
+    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+        while run.in_progress():
+            # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
+            progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)
+            epsilon = args.start_e + (args.end_e - args.start_e) * progress
+            returns, lengths, won, valid = runner.play(epsilon)
+            steps, episodes = int(lengths.sum()), int(valid.sum())  # read before the updates, to wait for less
+            buffer.add(runner.episodes, lengths, valid)
+            updates = (run.steps + steps) // args.train_frequency - run.steps // args.train_frequency
+            if updates and len(buffer) >= args.batch_size:
+                learner.learn(buffer, updates)
+
+            run.count(steps, episodes)
+            if run.log_due() and episodes:
+                run.log(learner.metrics.pop())
+                run.log_episodes(returns, lengths, won, valid, epsilon)
+            if run.evaluation_due():
+                results = eval_runner.evaluate(args.eval_episodes)
+                run.log_evaluation(*results, om=analyse(learner, eval_runner.selection()))
+            if run.save_due():
+                run.save()
+        results = eval_runner.evaluate(args.final_eval_episodes)
+        run.finish(*results, om=analyse(learner, eval_runner.selection()))
+    if args.capture_video:
+        video_env = make_env(args, 1, device, "video")
+        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")
