@@ -33,6 +33,7 @@ class Args:
     capture_video: bool = False  # whether to save a GIF of a match of the final policy
     run_root: str = "runs"  # the folder in which run folders are made
     checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
+    checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
     save_buffer: bool = True  # whether checkpoints include the replay buffer, so that the run resumes exactly
     resume: str | None = None  # a run folder to continue; other arguments must be as they were
     init: str | None = None  # a run folder whose networks this run starts from
@@ -44,7 +45,7 @@ class Args:
     pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
     seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
     mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
-    teammate_epsilon: float = 0.0  # probability of a random action of the others (runs only)
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
     encounter: int = 1  # matches in a row with the same others before new ones are drawn
     keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
     tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
@@ -97,7 +98,7 @@ def check_args(args):
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
         "batch_size train_frequency encounter hidden_dim reward_scale learning_rate model_learning_rate max_grad_norm",
-        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
+        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
         non_negative="seed checkpoint_interval log_interval",
     )
     runs.check_team_options(args)
@@ -407,8 +408,7 @@ class Learner:
     """The networks, the optimiser and the update."""
 
     def __init__(self, args, env):
-        self.args = args
-        self.env = env
+        self.args, self.env = args, env
         self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
         self.agents = Agents(args, env)

@@ -36,7 +36,7 @@ class Args:
     pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
     seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
     mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
-    teammate_epsilon: float = 0.0  # probability of a random action of the others (runs only)
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
     encounter: int = 1  # matches in a row with the same others before new ones are drawn
     keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 512 on the CPU)

@@ -158,10 +158,13 @@ def check_ranges(args, positive="", non_negative="", fractions=""):
     for names, allowed, accepts in ranges:
         for name in names.split():
             value = getattr(args, name)
-            if value is not None and not accepts(value):
+            numbers = value if isinstance(value, (tuple, list)) else [] if value is None else [value]
+            if not all(map(accepts, numbers)):
                 raise UsageError(f"{option(name)} is {allowed}, not {value}")
-            if value is not None and not value <= LARGEST.get(name, 2**62):
+            if not all(number <= LARGEST.get(name, 2**62) for number in numbers):
                 raise UsageError(f"{option(name)} is at most {LARGEST.get(name, 2**62)}, not {value}")
+            if list(numbers) != sorted(numbers):
+                raise UsageError(f"{option(name)} is in rising order, not {value}")
     name = getattr(args, "exp_name", "x")
     if Path(name).name != name or name in ("", ".", ".."):
         raise UsageError(f"--exp-name is a name without a path, not {name!r}")
@@ -579,10 +582,14 @@ class Run:
         return unfinished
 
     def count(self, steps, episodes):
+        before = self.steps
         self.progress["steps"] += steps
         self.progress["episodes"] += episodes
         self.progress["seconds"] = time.time() - self.started
         self.bar.update(steps)
+        for share in getattr(self.args, "checkpoint_at", ()):
+            if before < share * self.args.total_timesteps <= self.steps:
+                self.save_copy(self.folder / f"at-{share:g}")
 
     # ---- logs ----
     def log(self, values):
@@ -690,21 +697,8 @@ class Run:
         Replacing checkpoint.pt, which names its resume file, is the commit: before it the old pair of files is valid,
         after it the new one.
         """
-        self.learner.metrics.check_finite()  # nothing that is not finite is saved
-        if not self.folder.is_dir():
-            raise Exit(f"the run folder {self.folder} is gone: nothing can be saved", 1)
         resume_file = None if self.progress["complete"] else self._resume_file()
-        checkpoint = {
-            "algorithm": self.algorithm,
-            "env_id": self.args.env_id,
-            "sizes": checkpoints.env_sizes(self.env),
-            "args": asdict(self.args),
-            "networks": {name: network.state_dict() for name, network in self.learner.networks().items()},
-            "optimizer": self.learner.optimizer.state_dict(),
-            "updates": self.learner.updates,
-            "progress": self.progress,
-            "resume": resume_file,
-        }
+        checkpoint = self._checkpoint(resume_file)
         written = True
         if resume_file is not None:
             resume = {"steps": self.steps, "rng": rng_state(self.args)}
@@ -718,6 +712,28 @@ class Run:
                 path.unlink(missing_ok=True)
         self.save_at = time.time() + (self.args.checkpoint_interval if written else RETRY)
         return written
+
+    def save_copy(self, folder):
+        """Keeps the policy as it is now in a folder of its own, as a run that cannot be continued."""
+        with contextlib.suppress(OSError):  # that it cannot be written there is said below
+            folder.mkdir(exist_ok=True)
+        checkpoints.write(self._checkpoint(None), folder / "checkpoint.pt")
+
+    def _checkpoint(self, resume_file):
+        self.learner.metrics.check_finite()  # nothing that is not finite is saved
+        if not self.folder.is_dir():
+            raise Exit(f"the run folder {self.folder} is gone: nothing can be saved", 1)
+        return {
+            "algorithm": self.algorithm,
+            "env_id": self.args.env_id,
+            "sizes": checkpoints.env_sizes(self.env),
+            "args": asdict(self.args),
+            "networks": {name: network.state_dict() for name, network in self.learner.networks().items()},
+            "optimizer": self.learner.optimizer.state_dict(),
+            "updates": self.learner.updates,
+            "progress": self.progress,
+            "resume": resume_file,
+        }
 
     def _resume_file(self):
         """A name that the last save did not use."""

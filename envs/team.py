@@ -31,7 +31,9 @@ class Team:
     `spec` names the seats in order: `self` gives all to the learner; `scripted` (or None) is one learner among scripted
     team-mates; otherwise numbers and names, such as 6qmix2learner. Seats rotate from match to match, so that every one
     of them is learned. A pool has run folders and names of scripted policies; in the spec `other` is any of them, and
-    an algorithm's name any of its runs. With `stand_in` the team-mates' policies play the learner's seats as well.
+    an algorithm's name any of its runs. The others' actions are random with probability `epsilon`; of a pair of
+    numbers one between them is drawn for every match. With `stand_in` the team-mates' policies play the learner's
+    seats as well.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Team:
     ):
         self.env = env
         self.mix = mix
-        self.epsilon = epsilon
+        self.epsilons = tuple(epsilon) if isinstance(epsilon, (tuple, list)) else (epsilon, epsilon)  # least and most
         self.seed = seed
         self.rounds = 0
         self.encounter = encounter  # rounds in a row with the same others
@@ -90,6 +92,7 @@ class Team:
         self._is_learner = zeros(torch.bool)
         self._is_scripted = zeros(torch.bool)
         self._script = zeros(torch.long)
+        self._epsilon = zeros(torch.float32, 1)
         self._has_scripts = any(policy < len(env.policies) for policy in self.used)
         self.networks, self.players = self._load_runs()
         self.draw()
@@ -173,6 +176,9 @@ class Team:
         for g, (count, policies) in enumerate(self.groups):
             if policies is not None:
                 policy_id[group == g] = np.array(policies)[np.ravel(choose(count, len(policies)))]
+        least, most = self.epsilons
+        epsilon = np.random.default_rng([self.seed, self.rounds, 1]).uniform(least, most, self._epsilon.shape)
+        self._epsilon.copy_(torch.from_numpy(epsilon))
         self.rounds += 1
         learner_seats = np.nonzero(np.isin(group, self._learner_groups))[1].reshape(self.learner_seats.shape)
         is_scripted = (policy_id >= 0) & (policy_id < len(env.policies))
@@ -222,9 +228,13 @@ class Team:
             return action
         joint = self.env.scripted_actions(self._script) if self._has_scripts else self._script
         if self.networks.count:
-            joint = torch.where(self._is_scripted, joint, self.networks.act(last_action, self.epsilon))
+            joint = torch.where(self._is_scripted, joint, self.networks.act(last_action))
         for policy, player in self.players.items():
-            joint = torch.where(self.policy_id == policy, player.act(last_action, self.epsilon), joint)
+            joint = torch.where(self.policy_id == policy, player.act(last_action), joint)
+        if self.epsilons[1] > 0:
+            noise = torch.rand((*joint.shape, self.env.n_actions + 1), device=joint.device)
+            chance = noise[..., :-1].masked_fill(~self.env.info["avail"], -1.0).argmax(-1)
+            joint = torch.where(noise[..., -1] < self._epsilon, chance, joint)
         return torch.where(self._is_learner, joint.scatter(1, self.learner_seats, action), joint)
 
 
@@ -292,12 +302,12 @@ class RunPlayer:
         self.match.copy_(torch.from_numpy(match))
         self.row.copy_(torch.from_numpy(row))
 
-    def act(self, last_action, epsilon):
+    def act(self, last_action):
         last_action = last_action[self.match]
         self.player.reset((last_action < 0).all(1))
         obs, avail = self.env.obs[self.match], self.env.info["avail"][self.match]
         inputs = Inputs(obs, avail, last_action, last_action, self.seats)
-        return self.player.act(inputs, epsilon)[self.row]
+        return self.player.act(inputs, 0.0)[self.row]
 
 
 class StackedNetworks:
@@ -352,7 +362,7 @@ class StackedNetworks:
         self.rows.copy_(torch.from_numpy(rows))
         self.places.copy_(torch.from_numpy(places.reshape(policy_id.shape)))
 
-    def act(self, last_action, epsilon):
+    def act(self, last_action):
         rows = self.rows.flatten()
         last_action = last_action.flatten()[rows]
         obs = self.env.obs.flatten(0, 1)[rows]
@@ -365,9 +375,6 @@ class StackedNetworks:
         new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
         self.hidden.copy_(torch.lerp(new, h, torch.sigmoid(update + update_h)))
         q = self._layer("fc2", self.hidden).flatten(0, 1)
-        if epsilon > 0:
-            noise = torch.rand((len(q), q.shape[1] + 1), device=q.device)
-            q = torch.where(noise[:, -1:] < epsilon, noise[:, :-1], q)
         action = q.masked_fill(~avail, -1e9).argmax(1)
         return action[self.places]
 
@@ -427,7 +434,7 @@ def can_stack(run, env, matches=32, steps=8):
             test_env.info = {"avail": (noise <= noise.median(-1, keepdim=True).values).to(env.device)}
             inputs = Inputs(test_env.obs, test_env.info["avail"], last_action, last_action, seats)
             action = player.act(inputs, torch.zeros((), device=env.device))
-            same += int((action == networks.act(last_action, 0.0)).sum())
+            same += int((action == networks.act(last_action)).sum())
             last_action = action
     return same >= 0.999 * steps * last_action.numel()
 

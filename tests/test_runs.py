@@ -31,7 +31,7 @@ from envs.battle import Battle
 from envs.checkpoints import read
 from envs.episodes import load_runner
 from envs.starcraft2 import StarCraft2
-from envs.team import read_pool
+from envs.team import Team, read_pool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY_SCRIPT = pytest.mark.parametrize("name", SCRIPTS)
@@ -330,7 +330,7 @@ def test_arguments_of_a_resumed_run(complete_run, tmp_path, monkeypatch):
         ("vdn", ["--resume", folder], r"is a run of iql\.py"),
         ("iql", ["--resume", complete], "that run is complete"),
         ("iql", ["--resume", folder, "--gamma", 0.5, "--hidden-dim", 7],
-         r"has --gamma 0\.99 \(not 0\.5\), --hidden-dim 16 \(not 7\)"),
+         r"has --gamma 0\.97 \(not 0\.5\), --hidden-dim 16 \(not 7\)"),
         ("iql", ["--resume", folder, "--env-id", "8m"], r"has --env-id 3m \(not 8m\)"),
         ("iql", ["--resume", folder, "--init", complete], "--init starts a new run and --resume continues an old one"),
     ):  # fmt: skip
@@ -606,6 +606,20 @@ def test_bad_arguments_have_exit_code_2(tmp_path):
 def assert_plain(content):
     for path, value in leaves(content):
         assert isinstance(value, (torch.Tensor, str, int, float, bool, type(None))), path
+
+
+def test_copies_of_early_policies_can_be_team_mates(tmp_path):
+    folder = train("iql", tmp_path, env_id="3m", checkpoint_at=(0.3, 0.9))["run"].folder
+    found = [read(path / "checkpoint.pt") for path in (folder / "at-0.3", folder / "at-0.9", folder)]
+    steps = [content["progress"]["steps"] for content in found]
+    assert 180 <= steps[0] < 540 <= steps[1] <= steps[2]
+    weights = [content["networks"]["target_agents"]["fc2.weight"] for content in found]
+    assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    env = envs.make("3m")
+    team = Team(env, "2iql1learner", pool=[str(folder), str(folder / "at-*")])
+    assert [Path(run.path).name for run in team.runs] == [folder.name, "at-0.3", "at-0.9"]
+    with pytest.raises(SystemExit, match="is in rising order"):
+        iql.check_args(iql.Args(checkpoint_at=(0.6, 0.3)))
 
 
 @EVERY_SCRIPT

@@ -355,7 +355,7 @@ def test_stacked_and_own_players_act_alike(tmp_path):
             for _ in range(8):
                 joint = team.joint_action(torch.ones(16, 1, dtype=torch.long), last_action).clone()
                 with torch.no_grad():
-                    expected = own.act(last_action, 0.0)
+                    expected = own.act(last_action)
                 assert (joint == expected)[team.policy_id == policy].all()
                 taken.update(joint[team.policy_id == policy].tolist())
                 env.step(joint)
@@ -392,10 +392,11 @@ def test_networks_of_every_seat_can_play_some_seats(tmp_path):
 
 
 def test_random_actions_of_team_mates_come_at_their_rate(pool, tmp_path):
-    """Of stacked runs and of others."""
+    """Of stacked runs, of others and of scripted policies; of a range every match draws one."""
     liam = write_run(tmp_path / "liam", "liam_iql", envs.make("8m"))
-    for spec, path in (("7vdn1omg", pool / "vdn_0"), ("7liam_iql1omg", liam)):
-        random, greedy = (make(spec, num_envs=200, pool=[path], epsilon=epsilon) for epsilon in (0.5, 0.0))
+    teams = (("7vdn1omg", pool / "vdn_0", 0.5), ("7liam_iql1omg", liam, 0.5), ("7nearest1omg", "nearest", (0.2, 0.8)))
+    for spec, path, rate in teams:
+        random, greedy = (make(spec, num_envs=200, pool=[path], epsilon=epsilon) for epsilon in (rate, 0.0))
         torch.manual_seed(0)
         actions = []
         for team in (random, greedy):
@@ -405,6 +406,10 @@ def test_random_actions_of_team_mates_come_at_their_rate(pool, tmp_path):
         others, choices = random.policy_id >= 0, random.env.info["avail"].sum(-1)
         expected = 0.5 * (1 - (1 / choices[others]).mean().item())
         assert (actions[0] != actions[1])[others].float().mean().item() == pytest.approx(expected, abs=0.05)
+    drawn = random._epsilon.flatten().tolist()
+    assert 0.2 <= min(drawn) < 0.25 and 0.75 < max(drawn) <= 0.8
+    random.draw()
+    assert random._epsilon.flatten().tolist() != drawn
 
 
 def test_others_do_not_learn(pool, tmp_path):
