@@ -48,7 +48,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import envs  # noqa: E402
-from envs import checkpoints, files, play, runs  # noqa: E402
+from envs import checkpoints, files, play, results, runs  # noqa: E402
 from envs.episodes import EpisodeRunner, GameFailed, ScriptedPlayer, load_runner  # noqa: E402
 from envs.team import Team  # noqa: E402
 
@@ -195,8 +195,13 @@ def evaluate(args, ego, saved, others, adapted=0):
                 sums[i] += values[matches].sum(0)
                 if hasattr(runner.player, "analyse"):
                     analyse(runner, matches, metrics[i])
-        for name, *values in zip(names, sums.tolist(), metrics):
-            rows.append({**columns, "group": group, "other": name, **summary(*values)})
+        new = [{**columns, "group": group, "other": n, **summary(*v)} for n, *v in zip(names, sums.tolist(), metrics)]
+        met = [row for row in new[:-1] if row["episodes"]]
+        if len(met) > 1:  # matches with one other are alike: what varies is whom one meets
+            for name, least, most in (("win_rate", 0.0, 1.0), ("return", -np.inf, np.inf)):
+                ends = results.mean_interval([[row[name] for row in met]])
+                new[-1][f"{name}_low"], new[-1][f"{name}_high"] = np.clip(ends, least, most).tolist()
+        rows += new
     env.close()
     return rows
 
@@ -226,14 +231,8 @@ def summary(sums, metrics):
         values = [one[name] for one in metrics if name in one]
         row[name] = float(np.mean(values))
         if len(values) > 1:
-            spread = student(len(values) - 1) * float(np.std(values, ddof=1)) / len(values) ** 0.5
-            row |= {f"{name}_low": row[name] - spread, f"{name}_high": row[name] + spread}
+            row[f"{name}_low"], row[f"{name}_high"] = results.mean_interval([values])
     return row
-
-
-def student(freedom):
-    """The two-sided 95% quantile of Student's t."""
-    return (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)[freedom - 1] if freedom < 8 else 1.96 + 2.6 / freedom
 
 
 # ---- adaptation ----

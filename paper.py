@@ -267,7 +267,7 @@ def text_of(report):
     finals = [[label, str(len(values[key])), *(number(f(values[key])) for f in (np.mean, min, max))]
               for label, values in report["runs"].items()]  # fmt: skip
     what, seeds = "Test win %" if share else "Mean return of the learner", report["sizes"]["seeds"]
-    over = f"mean over {seeds} seeds with its 95% bootstrap interval over seeds" if seeds > 1 else "one seed"
+    over = f"mean over {seeds} seeds with its 95% interval over seeds (Student's t)" if seeds > 1 else "one seed"
     sizes = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in report["sizes"].items())
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     matches = sum(result["matches"] for result in results)

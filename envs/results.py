@@ -17,18 +17,69 @@ def iqm(values, axis=-1):
     return np.take(values, range(cut, values.shape[axis] - cut), axis).mean(axis)
 
 
-def bootstrap(strata, statistic, samples=5000, seed=0):
-    """The 95% interval of a statistic of all values, drawn anew within each stratum (an environment's seeds, say)."""
+def student(freedom):
+    """The two-sided 95% quantile of Student's t, also between whole numbers."""
+    known = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 10: 2.228, 15: 2.131}
+    known |= {30: 2.042, 60: 2.000, 1e9: 1.960}
+    return float(np.interp(1 / freedom, [1 / n for n in reversed(known)], list(reversed(known.values()))))
+
+
+def interval(mean, parts):
+    """The 95% interval of a mean whose variance is a sum of parts, (estimate, degrees of freedom) each.
+
+    The sum has Satterthwaite's degrees of freedom.
+    """
+    variance = sum(part for part, _ in parts)
+    if variance <= 0:
+        return [float(mean), float(mean)]
+    freedom = max(variance**2 / sum(part**2 / n for part, n in parts), 1)
+    half = student(freedom) * variance**0.5
+    return [float(mean - half), float(mean + half)]
+
+
+def mean_interval(strata):
+    """The 95% interval of the mean of all values, which vary within each stratum (an environment's seeds, say)."""
+    strata = [np.asarray(values, float) for values in strata]
+    together = np.concatenate(strata)
+    parts = [(len(s) * s.var(ddof=1) / len(together) ** 2, len(s) - 1) for s in strata if len(s) > 1]
+    return interval(together.mean(), parts)
+
+
+def iqm_interval(strata, samples=5000, seed=0):
+    """The 95% interval of the interquartile mean: Yuen's for one stratum, else a bootstrap within each of them."""
+    if len(strata) == 1:
+        values = np.sort(np.asarray(strata[0], float))
+        cut = len(values) // 4
+        left = len(values) - 2 * cut
+        if left < 2:
+            return [float(values.mean())] * 2
+        spread = np.clip(values, values[cut], values[-1 - cut]).var(ddof=1) * (len(values) - 1)
+        return interval(iqm(values), [(spread / (left * (left - 1)), left - 1)])
     rng = np.random.default_rng(seed)
     drawn = [rng.choice(np.asarray(values), (samples, len(values))) for values in strata]
-    return np.quantile(statistic(np.concatenate(drawn, 1), -1), (0.025, 0.975)).tolist()
+    return np.quantile(iqm(np.concatenate(drawn, 1)), (0.025, 0.975)).tolist()
+
+
+def crossed_interval(values):
+    """The 95% interval of the mean of a table, seeds by strangers, where both are drawn at random."""
+    values = np.asarray(values, float)
+    rows, columns = values.shape
+    mean, by_row, by_column = values.mean(), values.mean(1), values.mean(0)
+    if rows == 1 or columns == 1:
+        return mean_interval([values.ravel()])
+    rest = values - by_row[:, None] - by_column + mean
+    rest_freedom = (rows - 1) * (columns - 1)
+    noise = (rest**2).sum() / rest_freedom / values.size
+    parts = [(by_row.var(ddof=1) / rows, rows - 1), (by_column.var(ddof=1) / columns, columns - 1)]
+    both = interval(mean, [*parts, (-noise, rest_freedom)])  # the noise is in the means of rows and of columns
+    return max(both, *(interval(mean, [part]) for part in parts), key=lambda ends: ends[1] - ends[0])
 
 
 def summary(strata):
     together = np.concatenate([np.asarray(values) for values in strata])
     return {
-        "mean": float(together.mean()), "mean_interval": bootstrap(strata, np.mean),
-        "iqm": float(iqm(together)), "iqm_interval": bootstrap(strata, iqm),
+        "mean": float(together.mean()), "mean_interval": mean_interval(strata),
+        "iqm": float(iqm(together)), "iqm_interval": iqm_interval(strata),
     }  # fmt: skip
 
 
@@ -122,7 +173,7 @@ def curves(groups, path):
                 continue
             steps = np.linspace(max(e[0]["steps"] for e in seeds), min(e[-1]["steps"] for e in seeds), 100)
             values = [np.interp(steps, [e["steps"] for e in run], [e[metric] for e in run]) for run in seeds]
-            band = np.transpose([bootstrap([column], np.mean, 500) for column in np.transpose(values)])
+            band = np.transpose([mean_interval([column]) for column in np.transpose(values)])
             axes.plot(steps, np.mean(values, 0), color=f"C{number}", label=label)
             axes.fill_between(steps, *band, color=f"C{number}", alpha=0.2, linewidth=0)
         axes.set(title=env_id, xlabel="steps", ylabel=f"eval/{metric}", xlim=(0, None))

@@ -241,11 +241,6 @@ def test_intervals_are_those_of_the_closed_form():
     assert evaluate.summary((0, 0, 0.0, 0.0, 0.0), []) == {"episodes": 0, "wins": 0}
 
 
-@pytest.mark.parametrize(("freedom", "exact"), [(1, 12.706), (7, 2.365), (8, 2.306), (15, 2.131), (60, 2.0)])
-def test_students_t(freedom, exact):
-    assert evaluate.student(freedom) == pytest.approx(exact, rel=0.01)
-
-
 # ---- opponent models ----
 class Analysed:
     """A player with metrics: whom it met. It records the number of each match, and env.reset was called before."""

@@ -441,34 +441,54 @@ def test_iqm_is_the_mean_of_the_middle_half():
     assert results.iqm([[1, 2, 3, 4], [8, 6, 5, 7]]).tolist() == [2.5, 6.5]
 
 
-def test_the_bootstrap_of_a_mean_is_the_closed_form():
-    values = np.random.default_rng(1).normal(3.0, 2.0, 400)
-    low, high = results.bootstrap([values], np.mean)
-    margin = 1.96 * values.std() / len(values) ** 0.5
-    assert (low, high) == (
-        pytest.approx(values.mean() - margin, abs=0.02),
-        pytest.approx(values.mean() + margin, abs=0.02),
-    )
+def test_students_quantiles():
+    for freedom, expected in ((1, 12.7062), (2.5, 3.5599), (4, 2.7764), (9, 2.2622), (12, 2.1788), (100, 1.9840)):
+        assert results.student(freedom) == pytest.approx(expected, rel=0.01 if freedom != 2.5 else 0.02)
 
 
-def test_the_bootstrap_draws_within_strata():
+def test_the_interval_of_a_mean_varies_within_strata():
     """Two environments of seeds that agree leave nothing to chance; mixed, they would."""
-    assert results.bootstrap([[0.0] * 5, [1.0] * 5], np.mean) == [0.5, 0.5]
-    low, high = results.bootstrap([[0.0] * 5 + [1.0] * 5], np.mean)
+    assert results.mean_interval([[0.0] * 5, [1.0] * 5]) == [0.5, 0.5]
+    low, high = results.mean_interval([[0.0] * 5 + [1.0] * 5])
     assert low < 0.3 and high > 0.7
-    spread = [np.random.default_rng(seed).normal(10.0 * seed, 1.0, 200) for seed in (0, 1)]
-    low, high = results.bootstrap(spread, np.mean)
-    margin = 1.96 * (sum(values.var() / len(values) for values in spread) / 4) ** 0.5
-    assert high - low == pytest.approx(2 * margin, rel=0.1)
+    values = np.array([1.0, 2.0, 4.0, 9.0])
+    half = 3.182 * values.std(ddof=1) / 2
+    assert results.mean_interval([values]) == pytest.approx([4 - half, 4 + half])
 
 
-def test_the_bootstrap_of_the_iqm_has_its_known_width():
+def test_the_interval_of_the_iqm_has_its_known_width():
     """A trimmed mean has the variance of the values clipped at the quartiles, by the square of the share left."""
     values = (np.arange(2000) + 0.5) / 2000
-    low, high = results.bootstrap([values], results.iqm)
     variance = np.clip(values, 0.25, 0.75).var() / 0.5**2 / len(values)
-    assert high - low == pytest.approx(2 * 1.96 * variance**0.5, rel=0.1)
-    assert (low + high) / 2 == pytest.approx(0.5, abs=0.005)
+    for strata in ([values], [values[::2], values[1::2]]):
+        low, high = results.iqm_interval(strata)
+        assert high - low == pytest.approx(2 * 1.96 * variance**0.5, rel=0.1)
+        assert (low + high) / 2 == pytest.approx(0.5, abs=0.005)
+
+
+def table(rng, seeds, strangers, noise):
+    """Of five seeds and nine strangers, with a mean of 0 in the long run."""
+    sizes = ((seeds, (5, 1)), (strangers, (1, 9)), (noise, (5, 9)))
+    return sum(rng.normal(0, scale, shape) for scale, shape in sizes)
+
+
+@pytest.mark.parametrize(
+    ("function", "draw", "least", "most"),
+    [
+        (results.mean_interval, lambda rng: [rng.normal(0, 1, 5)], 0.935, 0.965),
+        (results.mean_interval, lambda rng: [rng.normal(k, abs(k), 5) for k in (-3, 1, 2)], 0.93, 0.97),
+        (results.iqm_interval, lambda rng: [rng.normal(0, 1, 5)], 0.92, 0.965),
+        (results.crossed_interval, lambda rng: table(rng, 1, 1, 1), 0.93, 0.975),
+        (results.crossed_interval, lambda rng: table(rng, 1, 0.1, 0.1), 0.93, 0.975),
+        (results.crossed_interval, lambda rng: table(rng, 0.1, 1, 0.1), 0.93, 0.975),
+        (results.crossed_interval, lambda rng: table(rng, 0, 0, 1), 0.95, 1.0),
+    ],
+    ids=["mean", "strata", "IQM", "both", "seeds", "strangers", "neither"],
+)
+def test_95_of_100_intervals_cover_the_truth(function, draw, least, most):
+    rng, trials = np.random.default_rng(0), 2000
+    covered = [low <= 0 <= high for low, high in (function(draw(rng)) for _ in range(trials))]
+    assert least <= np.mean(covered) <= most
 
 
 # ---- a cluster ----
@@ -769,9 +789,10 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, ca
                     played[row["ego"]] += row["episodes"]
             shares = sorted(won[ego] / played[ego] for ego in won)
             scale, form = (1, "{:.2f}") if measure == "return" else (100, "{:.1f}")
-            expected = [form.format(scale * value) for value in (sum(shares) / 2, *shares)]
+            middle, half = sum(shares) / 2, 12.706 * (shares[1] - shares[0]) / 2  # Student's t of two seeds
+            expected = [form.format(scale * value) for value in (middle, middle - half, middle + half)]
             cell = ours[f"{count} {group}{', of the pool' * (others == 'seen')} ours"][method]
-            assert cell == "{} ({} to {})".format(*expected), "two seeds are their own interval"
+            assert cell == "{} ({} to {})".format(*expected)
             checked += 1
         if (others, count) == ("unseen", mates):
             hits = [row["hit_ratio"] for row in rows if row["other"] == "all"]
