@@ -146,6 +146,8 @@ def test_a_match_counts_once_for_its_other_and_an_invalid_one_nowhere(tmp_path, 
         assert rows[name]["return_low"] == rows[name]["return_high"] == place + 2
     assert rows["all"]["episodes"] == rows["mixed"]["episodes"] == sum(match % 5 > 0 for match in range(306))
     assert rows["all"]["wins"] == sum(rows[name]["wins"] for name in ("nearest", "kite", "hold"))
+    half = 4.303 / 3**0.5  # over the three others: their returns are 2, 3 and 4
+    assert [rows["all"]["return_low"], rows["all"]["return_high"]] == pytest.approx([3 - half, 3 + half])
 
 
 # ---- who meets whom ----
