@@ -27,7 +27,8 @@ import tyro
 @dataclass
 class Args:
     ego: tuple[str, ...]  # who is tested: run folders of any script (or patterns), scripted policies
-    others: tuple[str, ...]  # the team-mates: run folders of any script (or patterns), scripted policies
+    others: tuple[str, ...] = ()  # the team-mates: run folders of any script (or patterns), scripted policies
+    bounds: Path | None = None  # a manifest of strangers.py: who the others are, and scores between their bounds
     team: str | None = None  # the seats, such as 6other2ego (default: one ego, all others other)
     groups: tuple[Literal["homologue", "non-homologue"], ...] | None = None  # teams of one other, mixed ones (or both)
     episodes: int = 1000  # matches of an ego with each other, rounded up to a multiple of the seats
@@ -376,6 +377,8 @@ def record(args, ego, saved):
 
 def main(args):
     started = time.time()
+    bounds = results.read_bounds(args.bounds) if args.bounds else {}
+    args.others = args.others or tuple(bounds)
     egos = find(args.ego)
     schedule = check_args(args, egos)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -390,6 +393,7 @@ def main(args):
             new = evaluate(args, adapted[ego], after, len(schedule.pool), args.adapt)
             rows += [{**row, "ego": ego} for row in new]
     team_reward = schedule.env.team_reward
+    results.normalise(rows, bounds)
     draw(args.out, rows, "win_rate" if team_reward else "return")
     if adapted:
         write_adaptation(args.out, adapted, "win_rate" if team_reward else "episodic_return")

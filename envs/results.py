@@ -118,6 +118,39 @@ def is_done(run):
         return False
 
 
+# ---- scores between bounds ----
+def read_bounds(path):
+    """{stranger: (measure, lower, upper)} of a manifest of strangers.py; a stranger is a path or a scripted policy."""
+    try:
+        manifest = json.loads(path.read_bytes())
+        found = {}
+        for one in manifest["strangers"]:
+            folder = path.parent / one["policy"]
+            name = str(folder) if folder.is_dir() else one["policy"]
+            found[name] = (manifest["measure"], float(one["lower"]), float(one["upper"]))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{path} is not a manifest of strangers ({type(error).__name__}: {error})") from None
+    return found
+
+
+def normalise(rows, bounds):
+    """Adds to the rows of evaluate.py what share of the way from the lower to the upper bound they are.
+
+    That of `all` is the mean over the strangers, with its interval over them.
+    """
+    scores = {}
+    for row in rows:
+        ego = row["ego"], row["adapted"], row["group"]
+        if row["other"] in bounds and row["group"] == "homologue" and row["episodes"]:
+            measure, lower, upper = bounds[row["other"]]
+            row["normalised"] = (row[measure] - lower) / (upper - lower) if upper != lower else 0.0
+            scores.setdefault(ego, []).append(row["normalised"])
+        elif row["other"] == "all" and ego in scores:
+            row["normalised"] = float(np.mean(scores[ego]))
+            if len(scores[ego]) > 1:
+                row["normalised_low"], row["normalised_high"] = mean_interval([scores[ego]])
+
+
 # ---- tables and curves ----
 def rows_of(groups):
     """{(label, environment): results of its runs} -> a row for each, and one for a label's environments together."""

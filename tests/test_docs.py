@@ -12,7 +12,7 @@ from scripts import ROOT, SCRIPTS, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "results").glob("*.md"))]
-SCRIPT_FILES = [f"{name}.py" for name in (*SCRIPTS, "pretrain_cvae", "evaluate", "sweep", "paper")]
+SCRIPT_FILES = [f"{name}.py" for name in (*SCRIPTS, "pretrain_cvae", "evaluate", "strangers", "sweep", "paper")]
 PROGRAMS = [*SCRIPT_FILES, "envs/play.py", *(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 KEY = re.compile(r"`((?:charts|losses|eval|omg?|pretrain)/\w+(?:/\w+)?)`")

@@ -303,7 +303,7 @@ def test_scripts_with_a_model(runs, name, tmp_path):
     evaluate.main(args)
     rows = json.loads((args.out / "results.json").read_text())["rows"]
     assert [row["other"] for row in rows] == ["nearest", runs["qmix"], ego, "all", "mixed"]
-    wanted = {"hit_ratio", "q_sensitivity"} if name == "omg_iql" else {"action_accuracy", "q_sensitivity"}
+    wanted = {{"omg_iql": "hit_ratio", "belief_iql": "confidence"}.get(name, "action_accuracy"), "q_sensitivity"}
     assert all(row["algorithm"] == name and wanted <= row.keys() and row["episodes"] > 0 for row in rows)
     with Image.open(args.out / "match.gif") as video:
         assert video.n_frames > 1

@@ -1,0 +1,159 @@
+"""Held-out sets of strangers: policies that no learner has met, and what can be earned with each of them.
+
+A stage is a task: an environment, a pool to learn with, and strangers to be tested with, scripted and learned ones.
+Here the learned ones are trained, and for every stranger a best response, whose score is its upper bound. The random
+policy's is the lower one. manifest.json has all of it, for `evaluate.py --bounds`.
+
+    python strangers.py --stage kuhn --cuda                          docs/evaluate.md has the stages and the manifest
+"""
+
+import contextlib
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+import envs
+from envs import files, runs
+from envs.cluster import ROOT
+from paper import Evaluation
+from sweep import Job, check_counts, place_of, read_results, run_all
+
+
+@dataclass
+class Stage:
+    env_id: str
+    pool: tuple[str, ...] | int  # scripted policies to learn with, or a number of QMIX runs
+    scripted: tuple[str, ...] = ()  # scripted strangers
+    learned: tuple[str, ...] = ()  # scripts whose runs are strangers, all of whose seats learned
+
+
+BATTLE = ("iql", "vdn", "qmix")
+STAGES = {
+    "foraging-orders": Stage(
+        "foraging_orders,player_sight=2", ("rows", "rows_back", "columns", "columns_back", "diagonal", "inside"),
+        ("outside", "near", "H1", "H2"), ("iql",),
+    ),
+    "kuhn": Stage("kuhn", tuple(f"seen_{k}" for k in "abcdef"), tuple(f"unseen_{k}" for k in "abcdef")),
+    "popp": Stage("popp", ("chase", "close", "fellow"), ("far", "loyal")),
+    "stag-hunt": Stage("stag_hunt_4x4", ("NS", "NH", "SWITCH"), ("FOLLOW", "RAND"), ("iql",)),
+    "ipd": Stage(
+        "matrix_ipd", ("tft", "grim", "all_c", "all_d", "wsls"), ("two_tats", "hard_majority", "alternator"), ("iql",)
+    ),
+    "2c_vs_64zg": Stage("2c_vs_64zg", 4, learned=BATTLE),
+    "3s_vs_5z": Stage("3s_vs_5z", 4, learned=BATTLE),
+    "8m": Stage("8m", 4, learned=BATTLE),
+}  # fmt: skip
+FIRST_SEED = 101  # of learned strangers; the pool's begin at 1, learners' wherever one likes
+
+
+@dataclass
+class Args:
+    stage: Literal[tuple(STAGES)]  # which one
+    cuda: bool = False  # whether to use the GPU
+    quick: bool = False  # a small version that tries everything out
+    runs: int | None = None  # learned strangers of every script (default: 3)
+    timesteps: int | None = None  # steps of every run (default: 10 million on the GPU, 500,000 on the CPU)
+    episodes: int | None = None  # matches of every bound (default: 1024)
+    out: str | None = None  # the folder of the runs and the manifest (default: strangers/STAGE)
+    jobs: int | None = None  # runs at a time (default: one to a core, or --runs-per-gpu to a GPU)
+    runs_per_gpu: int = 6  # runs that share a GPU
+    mps: bool = True  # whether runs share a GPU through NVIDIA's Multi-Process Service, where it is installed
+    ray_address: str | None = None  # a Ray cluster to run on, such as auto
+
+
+def fill_in(args):
+    if args.quick:
+        defaults = {"runs": 1, "timesteps": 3000, "episodes": 8, "out": f"strangers/quick_{args.stage}"}
+    else:
+        steps = 10_000_000 if args.cuda else 500_000
+        defaults = {"runs": 3, "timesteps": steps, "episodes": 1024, "out": f"strangers/{args.stage}"}
+    runs.fill_in(args, defaults)
+    check_counts(args, (*defaults, "jobs", "runs_per_gpu"))
+
+
+@dataclass
+class Plan:
+    pool: list  # names of scripted policies, or jobs
+    strangers: list
+    responses: list  # a job for every stranger
+    upper: list  # and the evaluation of it
+    lower: Evaluation  # of the random policy with all of them
+
+    @property
+    def jobs(self):
+        trained = [one for one in (*self.pool, *self.strangers) if isinstance(one, Job)]
+        return [*trained, *self.responses, *self.upper, self.lower]
+
+
+def make_plan(args):
+    stage, device = STAGES[args.stage], ("--cuda",) * args.cuda
+    env = envs.make(stage.env_id)
+    others = env.n_agents - 1
+    small = ("--num-envs", "16", "--eval-interval", "3000", "--eval-episodes", "16", "--final-eval-episodes", "16")
+    training = (*device, "--total-timesteps", str(args.timesteps), *(small if args.quick else ()))
+
+    def job(script, seed, *arguments, label):
+        return Job(ROOT / f"{script}.py", stage.env_id, seed, (*training, *arguments), label)
+
+    def bound(ego, policies, label):
+        words = ("--ego", ego, "--others", *policies, "--groups", "homologue", "--episodes", str(args.episodes))
+        words += ("--env-id", stage.env_id, *device)
+        return Evaluation(ROOT / "evaluate.py", stage.env_id, 1, words, label)
+
+    pool = stage.pool
+    if isinstance(pool, int):
+        pool = [job("qmix", 1 + k, label="pool") for k in range(args.runs if args.quick else pool)]
+    learned = [job(s, FIRST_SEED + k, label=f"stranger_{s}") for s in stage.learned for k in range(args.runs)]
+    strangers = [*stage.scripted, *learned]
+    responses = [
+        job("iql", 1, "--team", f"{others}other1learner", "--pool", one, label=f"response_{number}")
+        for number, one in enumerate(strangers)
+    ]
+    upper = [bound(run, [one], f"upper_{k}") for k, (run, one) in enumerate(zip(responses, strangers))]
+    (random,) = {"random", "RAND", "all_random"} & set(env.policies)
+    return Plan(list(pool), strangers, responses, upper, bound(random, strangers, "lower"))
+
+
+def manifest_of(args, plan, root):
+    stage = STAGES[args.stage]
+    env = envs.make(stage.env_id)
+    measure = "win_rate" if env.team_reward else "return"
+
+    def name(one):
+        return one if isinstance(one, str) else one.done(root).relative_to(root).as_posix()
+
+    lowest = {Path(row["other"]).name: row[measure] for row in read_results(plan.lower, root)["rows"]}
+    strangers = []
+    for one, response, evaluation in zip(plan.strangers, plan.responses, plan.upper):
+        policy = name(one)
+        (row,) = (row for row in read_results(evaluation, root)["rows"] if row["other"] != "all")
+        strangers.append({"policy": policy, "lower": lowest[policy], "upper": row[measure], "response": name(response)})
+    return {
+        "stage": args.stage, "env_id": stage.env_id, "measure": measure, "team": f"{env.n_agents - 1}other1learner",
+        "pool": [name(one) for one in plan.pool], "strangers": strangers, "args": asdict(args),
+        "command": " ".join(["python strangers.py", *sys.argv[1:]]), "versions": runs.versions(),
+    }  # fmt: skip
+
+
+def main():
+    args = tyro.cli(Args)
+    fill_in(args)
+    plan, root = make_plan(args), Path(args.out)
+    root.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(place_of(args, root)) as place:
+        if not run_all(plan.jobs, place, root):
+            return 1
+    manifest = manifest_of(args, plan, root)
+    files.write_text(root / "manifest.json", json.dumps(manifest, indent=1))
+    for one in manifest["strangers"]:
+        print("{policy:40} {lower:8.3f} to {upper:8.3f}".format(**one))
+    print(f"{root / 'manifest.json'} has the strangers and their bounds, for evaluate.py --bounds")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
