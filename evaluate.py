@@ -198,10 +198,11 @@ def evaluate(args, ego, saved, others, adapted=0):
                     analyse(runner, matches, metrics[i])
         new = [{**columns, "group": group, "other": n, **summary(*v)} for n, *v in zip(names, sums.tolist(), metrics)]
         met = [row for row in new[:-1] if row["episodes"]]
-        if len(met) > 1:  # matches with one other are alike: what varies is whom one meets
+        if len(met) > 1:  # matches with one other are alike: what varies most is whom one meets
             for name, least, most in (("win_rate", 0.0, 1.0), ("return", -np.inf, np.inf)):
-                ends = results.mean_interval([[row[name] for row in met]])
-                new[-1][f"{name}_low"], new[-1][f"{name}_high"] = np.clip(ends, least, most).tolist()
+                low, high = np.clip(results.mean_interval([[row[name] for row in met]]), least, most).tolist()
+                new[-1][f"{name}_low"] = min(low, new[-1][f"{name}_low"])
+                new[-1][f"{name}_high"] = max(high, new[-1][f"{name}_high"])
         rows += new
     env.close()
     return rows

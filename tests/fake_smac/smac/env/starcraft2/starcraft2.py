@@ -32,8 +32,10 @@ def read(name):
 
 
 def one_less(name):
-    left = int(read(name) or 0)
-    (Path(os.environ["FAKE_SMAC"]) / name).write_text(str(max(0, left - 1)))
+    left, file = int(read(name) or 0), Path(os.environ["FAKE_SMAC"]) / name
+    part = file.with_name(f"{name}.{os.getpid()}")  # another game never reads an empty file
+    part.write_text(str(max(0, left - 1)))
+    os.replace(part, file)
     return left > 0
 
 
