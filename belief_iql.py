@@ -75,7 +75,7 @@ class Args:
     recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
     use: Literal["mean", "input"] = "mean"  # act on the mean of Q under the belief, or have the belief as Q's input
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
-    n_policies: int | None = None  # how many policies there are (default: those of the team)
+    n_policies: int | None = None  # how many policies the others may have: the run sets it, from the team
 
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -398,6 +398,8 @@ class Learner:
     """The networks, the optimiser and the update."""
 
     def __init__(self, args, env, used=()):
+        if args.n_policies is None:
+            raise ValueError("n_policies, which the run sets, is missing")
         self.args, self.env = args, env
         self.used = torch.tensor(used, device=env.device)  # the policies that may be met, by number in the team
         self.reward_scale = args.reward_scale or 5 / env.return_scale
@@ -445,7 +447,7 @@ class Learner:
         mask = (batch["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1) & policy.any(-1)
         loss = masked_mean(mask, -(policy * log_belief).sum(-1))
         accuracy = masked_mean(mask, (log_belief.argmax(-1) == policy.argmax(-1)).float())
-        inferred = log_belief.detach().exp() if self.args.use == "input" else policy
+        inferred = log_belief.detach().exp() if self.args.use == "input" else policy  # Q learns of the true policies
         return inferred.flatten(-2), loss, {"policy_accuracy": accuracy}
 
     # ALGO LOGIC: the loss

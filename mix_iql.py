@@ -485,10 +485,8 @@ class Learner:
         # contrastive: among the matches of the batch, at the same step and seat
         own = (batch["alive"][:-1] & (steps_left[:-1] > 0).unsqueeze(-1)).transpose(1, 2)  # (steps, seats, matches)
         steps = torch.arange(len(action), device=action.device).unsqueeze(1)
-        ahead = torch.minimum(
-            steps + self.args.steps_ahead, steps + (steps_left[:-1] - 1).clamp(min=0)
-        )  # (steps, matches)
-        ahead = ahead.clamp(max=len(action) - 1).view(*ahead.shape, 1, 1).expand_as(other_obs)
+        last = steps + (steps_left[:-1] - 1).clamp(min=0)  # (steps, matches)
+        ahead = torch.minimum(steps + self.args.steps_ahead, last)[..., None, None].expand_as(other_obs)
         future = self.model.future(other_obs.gather(0, ahead))
         future_loss = info_nce(future_code.transpose(1, 2), future.transpose(1, 2), own)
         outcome = self.model.outcome(self.returns(batch, steps_left).unsqueeze(-1))

@@ -114,7 +114,7 @@ def make_plan(args):
         for number, one in enumerate(strangers)
     ]
     upper = [bound(run, [one], f"upper_{k}") for k, (run, one) in enumerate(zip(responses, strangers))]
-    (random,) = {"random", "RAND", "all_random"} & set(env.policies)
+    (random,) = {"random", "RAND"} & set(env.policies)
     return Plan(list(pool), strangers, responses, upper, bound(random, strangers, "lower"))
 
 
@@ -150,7 +150,8 @@ def main():
     manifest = manifest_of(args, plan, root)
     files.write_text(root / "manifest.json", json.dumps(manifest, indent=1))
     for one in manifest["strangers"]:
-        print("{policy:40} {lower:8.3f} to {upper:8.3f}".format(**one))
+        useless = "" if one["upper"] > one["lower"] else "  no better than random: it gives no scores"
+        print("{policy:40} {lower:8.3f} to {upper:8.3f}".format(**one) + useless)
     print(f"{root / 'manifest.json'} has the strangers and their bounds, for evaluate.py --bounds")
     return 0
 

@@ -143,8 +143,9 @@ def normalise(rows, bounds):
         ego = row["ego"], row["adapted"], row["group"]
         if row["other"] in bounds and row["group"] == "homologue" and row["episodes"]:
             measure, lower, upper = bounds[row["other"]]
-            row["normalised"] = (row[measure] - lower) / (upper - lower) if upper != lower else 0.0
-            scores.setdefault(ego, []).append(row["normalised"])
+            if upper > lower:  # else the best response has learned nothing, and there is no scale
+                row["normalised"] = (row[measure] - lower) / (upper - lower)
+                scores.setdefault(ego, []).append(row["normalised"])
         elif row["other"] == "all" and ego in scores:
             row["normalised"] = float(np.mean(scores[ego]))
             if len(scores[ego]) > 1:

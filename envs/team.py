@@ -176,9 +176,9 @@ class Team:
         for g, (count, policies) in enumerate(self.groups):
             if policies is not None:
                 policy_id[group == g] = np.array(policies)[np.ravel(choose(count, len(policies)))]
-        least, most = self.epsilons
-        epsilon = np.random.default_rng([self.seed, self.rounds, 1]).uniform(least, most, self._epsilon.shape)
-        self._epsilon.copy_(torch.from_numpy(epsilon))
+        if self.epsilons[1] > 0:
+            epsilon = np.random.default_rng([self.seed, self.rounds, 1]).uniform(*self.epsilons, self._epsilon.shape)
+            self._epsilon.copy_(torch.from_numpy(epsilon))
         self.rounds += 1
         learner_seats = np.nonzero(np.isin(group, self._learner_groups))[1].reshape(self.learner_seats.shape)
         is_scripted = (policy_id >= 0) & (policy_id < len(env.policies))

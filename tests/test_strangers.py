@@ -35,13 +35,14 @@ def test_scores_lie_between_the_bounds(tmp_path):
     row = {"ego": "a", "adapted": 0, "group": "homologue", "episodes": 8}
     rows = [
         {**row, "other": "NS", "return": 2.5}, {**row, "other": str(tmp_path / "run"), "return": -1.0},
-        {**row, "other": "NH", "return": 7.0}, {**row, "other": "all", "return": 2.8},
+        {**row, "other": "NH", "return": 7.0}, {**row, "other": "RAND", "return": 1.0},
+        {**row, "other": "all", "return": 2.8},
         {**row, "group": "non-homologue", "other": "mixed", "return": 1.0},
     ]  # fmt: skip
-    results.normalise(rows, bounds)
-    assert [row.get("normalised") for row in rows] == [0.75, 0.25, None, 0.5, None]
+    results.normalise(rows, bounds | {"RAND": ("return", 2.0, 2.0)})
+    assert [row.get("normalised") for row in rows] == [0.75, 0.25, None, None, 0.5, None]
     half = 12.706 * 0.25  # Student's t of two
-    assert [rows[3]["normalised_low"], rows[3]["normalised_high"]] == pytest.approx([0.5 - half, 0.5 + half])
+    assert [rows[4]["normalised_low"], rows[4]["normalised_high"]] == pytest.approx([0.5 - half, 0.5 + half])
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"strangers": [{}]}', '{"strangers": 3, "measure": "return"}'])
@@ -62,12 +63,11 @@ def test_a_set_is_made_and_used(tmp_path, monkeypatch, capsys):
     assert (scripted["policy"], manifest["measure"], manifest["pool"]) == ("NH", "return", ["NS"])
     assert (tmp_path / learned["policy"] / "checkpoint.pt").exists() and (tmp_path / learned["response"]).is_dir()
     assert strangers.main() == 0 and "6 of 6 runs are done already" in capsys.readouterr().out
+    scripted |= {"lower": -1.0, "upper": 4.0}  # so short a run may be worse than random
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     ego = str(tmp_path / scripted["response"])
     evaluate.main(evaluate.Args((ego,), bounds=tmp_path / "manifest.json", episodes=8, out=tmp_path / "test"))
     rows = json.loads((tmp_path / "test" / "results.json").read_text())["rows"]
     found = {Path(row["other"]).name: row for row in rows}
-    same = found["NH"]
-    assert same["normalised"] == pytest.approx(
-        (same["return"] - scripted["lower"]) / (scripted["upper"] - scripted["lower"])
-    )
+    assert found["NH"]["normalised"] == pytest.approx((found["NH"]["return"] + 1) / 5)
     assert "normalised" in found["all"] and "normalised" not in found["mixed"]
