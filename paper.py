@@ -21,7 +21,7 @@ import envs
 from envs import files
 from envs.checkpoints import load_script
 from envs.cluster import ROOT
-from envs.results import curves, markdown, summary
+from envs.results import crossed_interval, curves, markdown, summary
 from envs.runs import UsageError
 from sweep import Job, Output, check_counts, place_of, read_results, run_all
 
@@ -204,10 +204,13 @@ def make_report(args, command, plan, root, seconds):
         for group in dict.fromkeys(row["group"] for row in rows):
             mine = [row for row in rows if row["group"] == group and row["other"] != "all"]
             by_seed = list(means_by(lambda row: row["ego"], mine, measure).values())
+            by_both = list(means_by(lambda row: (row["ego"], row["other"]), mine, measure).values())  # seed after seed
+            complete = len(by_both) == len(by_seed) * len({row["other"] for row in mine})  # no row without a match
+            interval = crossed_interval(np.reshape(by_both if complete else by_seed, (len(by_seed), -1)))
             results.append({
                 "method": method, "others": others, "group": group, "count": count, "by_seed": by_seed,
                 "by_other": means_by(lambda row: algorithm.get(row["other"], row["other"]), mine, measure),
-                "matches": sum(row["episodes"] for row in mine), **summary([by_seed]),
+                "matches": sum(row["episodes"] for row in mine), **summary([by_seed]), "mean_interval": interval,
                 "paper": PAPER.get((battle, group, count), {}).get(method) if others == "unseen" else None,
             })  # fmt: skip
             if (others, group, count) == ("unseen", "homologue", most):
@@ -267,7 +270,11 @@ def text_of(report):
     finals = [[label, str(len(values[key])), *(number(f(values[key])) for f in (np.mean, min, max))]
               for label, values in report["runs"].items()]  # fmt: skip
     what, seeds = "Test win %" if share else "Mean return of the learner", report["sizes"]["seeds"]
-    over = f"mean over {seeds} seeds with its 95% interval over seeds (Student's t)" if seeds > 1 else "one seed"
+    over = (
+        f"mean over {seeds} seeds with its 95% interval over seeds and strangers (Student's t)"
+        if seeds > 1
+        else "one seed"
+    )
     sizes = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in report["sizes"].items())
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     matches = sum(result["matches"] for result in results)

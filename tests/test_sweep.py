@@ -789,8 +789,13 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, ca
                     played[row["ego"]] += row["episodes"]
             shares = sorted(won[ego] / played[ego] for ego in won)
             scale, form = (1, "{:.2f}") if measure == "return" else (100, "{:.1f}")
-            middle, half = sum(shares) / 2, 12.706 * (shares[1] - shares[0]) / 2  # Student's t of two seeds
-            expected = [form.format(scale * value) for value in (middle, middle - half, middle + half)]
+            table = [[row[measure] for row in rows if row["group"] == group and row["other"] != "all"
+                      and row["ego"] == ego] for ego in won]  # fmt: skip
+            ends = results.crossed_interval(table)
+            if group == "non-homologue":  # one row a seed: Student's t of two seeds
+                half = 12.706 * (shares[1] - shares[0]) / 2
+                assert ends == pytest.approx([sum(shares) / 2 - half, sum(shares) / 2 + half])
+            expected = [form.format(scale * value) for value in (sum(shares) / 2, *ends)]
             cell = ours[f"{count} {group}{', of the pool' * (others == 'seen')} ours"][method]
             assert cell == "{} ({} to {})".format(*expected)
             checked += 1
