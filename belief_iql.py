@@ -73,7 +73,7 @@ class Args:
     max_grad_norm: float = 10.0  # the norm to which gradients are clipped
     hidden_dim: int = 64  # units of the recurrent layer
     recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
-    use: Literal["mean", "input"] = "mean"  # act on the mean of Q under the belief, or have the belief as Q's input
+    belief_use: Literal["mean", "input"] = "mean"  # act on the mean of Q under the belief, or give it to Q as an input
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
     n_policies: int | None = None  # how many policies the others may have: the run sets it, from the team
 
@@ -187,9 +187,9 @@ class Agents(nn.Module):
 
     def __init__(self, args, env):
         super().__init__()
-        self.policies = (env.n_agents - 1, args.n_policies)
-        self.belief_is_input = args.use == "input"
-        inputs = env.obs_dim + env.n_actions + env.n_agents + self.belief_is_input * math.prod(self.policies)
+        self.belief_shape = (env.n_agents - 1, args.n_policies)
+        self.belief_is_input = args.belief_use == "input"
+        inputs = env.obs_dim + env.n_actions + env.n_agents + self.belief_is_input * math.prod(self.belief_shape)
         self.hidden_dim = args.hidden_dim
         self.recurrence = args.recurrence
         self.fc1 = nn.Linear(inputs, args.hidden_dim)
@@ -212,7 +212,7 @@ class Agents(nn.Module):
         q = self.fc3(F.relu(self.fc2(h)))
         if self.belief_is_input:
             return q
-        weight = belief.unflatten(-1, self.policies).mean(-2)
+        weight = belief.unflatten(-1, self.belief_shape).mean(-2)
         return (weight.unsqueeze(-1) * q.unflatten(-1, (-1, len(self.actions)))).sum(-2)
 
     def forward(self, obs, last_action, h, seat, inferred):
@@ -236,9 +236,9 @@ class OpponentModel(nn.Module):
     def __init__(self, args, env, hidden_dim=96):
         super().__init__()
         self.hidden_dim = hidden_dim
-        self.policies = (env.n_agents - 1, args.n_policies)
+        self.belief_shape = (env.n_agents - 1, args.n_policies)
         self.rnn = SharedGRU(env.obs_dim + env.n_actions, hidden_dim)
-        self.head = nn.Linear(hidden_dim, math.prod(self.policies))
+        self.head = nn.Linear(hidden_dim, math.prod(self.belief_shape))
         seat = torch.arange(env.n_agents)
         self.register_buffer("seat_order", (seat.unsqueeze(1) + seat) % env.n_agents, persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
@@ -253,7 +253,7 @@ class OpponentModel(nn.Module):
         """
         last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
         h = self.rnn(torch.cat((obs, last_action), -1), h)
-        return F.log_softmax(self.head(h).unflatten(-1, self.policies), -1), h
+        return F.log_softmax(self.head(h).unflatten(-1, self.belief_shape), -1), h
 
 
 def greedy_action(q, avail):
@@ -447,7 +447,9 @@ class Learner:
         mask = (batch["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1) & policy.any(-1)
         loss = masked_mean(mask, -(policy * log_belief).sum(-1))
         accuracy = masked_mean(mask, (log_belief.argmax(-1) == policy.argmax(-1)).float())
-        inferred = log_belief.detach().exp() if self.args.use == "input" else policy  # Q learns of the true policies
+        inferred = (
+            log_belief.detach().exp() if self.args.belief_use == "input" else policy
+        )  # Q learns of the true policies
         return inferred.flatten(-2), loss, {"policy_accuracy": accuracy}
 
     # ALGO LOGIC: the loss

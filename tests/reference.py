@@ -143,7 +143,7 @@ def q_step(agents, env, obs, last_action, seat, inferred, h):
     q = linear(agents.fc2, h)
     if hasattr(agents, "fc3"):
         q = linear(agents.fc3, relu(q)).reshape(-1, env.n_actions)
-        belief = np.ones((1, 1)) if agents.belief_is_input else inferred.reshape(agents.policies)
+        belief = np.ones((1, 1)) if agents.belief_is_input else inferred.reshape(agents.belief_shape)
         return belief.mean(0) @ q, h
     return q if agents.value is None else linear(agents.value, h) + q - q.mean(), h
 
@@ -327,9 +327,9 @@ def belief_terms(learner, data, m, place, length, terms):
     for t in range(length + 1):
         last_action = one_hot(data["action"][t - 1, m, place] if t else -1, env.n_actions)
         h = gru(model.rnn, np.concatenate((data["obs"][t, m, place], last_action)), h)
-        log_belief = log_softmax(linear(model.head, h).reshape(model.policies))
+        log_belief = log_softmax(linear(model.head, h).reshape(model.belief_shape))
         known = np.stack([one_hot(kind, len(learner.used)) for kind in kinds])
-        inferred.append((np.exp(log_belief) if learner.args.use == "input" else known).ravel())
+        inferred.append((np.exp(log_belief) if learner.args.belief_use == "input" else known).ravel())
         if t < length and data["alive"][t, m, place]:
             terms["cross_entropy"] += [-log_belief[number, kind] for number, kind in enumerate(kinds)]
             terms["correct"] += [np.argmax(log_belief[number]) == kind for number, kind in enumerate(kinds)]

@@ -39,7 +39,7 @@ OMG_VARIANTS = (
     {"mix": "kl-target"}, {"td_lambda": 0.0}, {"horizon": 12}, {"dueling": True}, {"reconstruct": "features"},
 )  # fmt: skip
 VARIANTS = [(name, options) for name in BASELINES for options in ({}, {"dueling": True, "td_lambda": 0.0})]
-VARIANTS += [("belief_iql", options) for options in ({}, {"use": "input", "td_lambda": 0.0})]
+VARIANTS += [("belief_iql", options) for options in ({}, {"belief_use": "input", "td_lambda": 0.0})]
 VARIANTS += [("omg_iql", options) for options in OMG_VARIANTS]
 REWARDS = pytest.mark.parametrize(
     "rewards", [{}, {"team_reward": False, "ego_first": True}], ids=["team reward", "own rewards"]
@@ -103,7 +103,7 @@ def test_losses_of_each_seat(name, ego_first):
     ("name", "options"),
     [
         *((name, {"dueling": dueling}) for name in BASELINES for dueling in (False, True)),
-        *(("belief_iql", {"use": use}) for use in ("mean", "input")),
+        *(("belief_iql", {"belief_use": use}) for use in ("mean", "input")),
         *(("omg_iql", options) for options in (
             {}, {"q_subgoal": "selected"}, {"inference": "mlp"}, {"mix": "kl-target"}, {"reconstruct": "features"},
             {"dueling": True},
@@ -221,7 +221,7 @@ def test_actions_and_observations_of_dead_others_are_no_targets(name, garbage):
 )
 def test_the_loss_unrolls_what_was_played(name, env_id, team):
     """The Q-values of the loss are those of acting, by way of recorded episodes, buffer and batch."""
-    options = {"omg_iql": {"q_subgoal": "inferred"}, "belief_iql": {"use": "input"}}.get(name, {})
+    options = {"omg_iql": {"q_subgoal": "inferred"}, "belief_iql": {"belief_use": "input"}}.get(name, {})
     if (name, team) == ("belief_iql", "self"):
         team = "1NS3learner"  # it needs somebody else
     learner, runner = make_runner(name, env_id, team, batch_size=6, buffer_size=6, **options)
