@@ -1,12 +1,12 @@
-"""Belief Q-learning: infer which of the known policies the others have, and act on the Q-values for all of them.
+"""Belief Q-learning: infer the others' policies and next actions, and remember the policies from match to match.
 
-A recurrent network reads what the learner sees and does, and gives the probabilities of every other agent's policy: the
-belief. The Q-network has Q-values for each policy, and learns those of the one that the others really have. It acts on
-their mean under the belief. Everything else is independent Q-learning, as in iql.py. The others have fixed policies,
-drawn anew for every match.
+A recurrent network reads what the learner has seen and what everybody has done. One head gives the probabilities of
+every other agent's next action, one those of its policy, among the policies that others are drawn from. Both are inputs
+of the Q-network. In an encounter, matches in a row with the same others, what earlier matches showed of their policies
+is added by Bayes' rule: the belief. Everything else is independent Q-learning, as in iql.py.
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
-    python belief_iql.py --env-id kuhn --cuda                    docs/belief_iql.md has the logged keys and the results
+    python belief_iql.py --env-id kuhn --encounter 5 --cuda     docs/belief_iql.md has the logged keys and the results
 """
 
 import copy
@@ -73,8 +73,9 @@ class Args:
     max_grad_norm: float = 10.0  # the norm to which gradients are clipped
     hidden_dim: int = 64  # units of the recurrent layer
     recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
-    belief_use: Literal["mean", "input"] = "mean"  # act on the mean of Q under the belief, or give it to Q as an input
+    dueling: bool = False  # whether Q is a value plus advantages, from two heads
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
+    carry_belief: bool = True  # whether the belief is kept from match to match of an encounter
     n_policies: int | None = None  # how many policies the others may have: the run sets it, from the team
 
 
@@ -92,7 +93,7 @@ from envs.metrics import masked_mean, q_sensitivity  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
-FIELDS = ("obs", "avail", "alive", "action", "policy")  # for learning and `analyse`
+FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive", "policy", "evidence")  # as in `analyse`
 
 
 def check_args(args):
@@ -183,19 +184,17 @@ class SharedGRU(nn.GRU):
 
 
 class Agents(nn.Module):
-    """The Q-network: Linear, GRU, two layers on observation, own last action and seat; Q-values for every policy."""
+    """The Q-network: Linear, GRU, Linear on observation, own last action, seat and what the opponent model infers."""
 
     def __init__(self, args, env):
         super().__init__()
-        self.belief_shape = (env.n_agents - 1, args.n_policies)
-        self.belief_is_input = args.belief_use == "input"
-        inputs = env.obs_dim + env.n_actions + env.n_agents + self.belief_is_input * math.prod(self.belief_shape)
+        inputs = env.obs_dim + env.n_actions + env.n_agents + (env.n_agents - 1) * (env.n_actions + args.n_policies)
         self.hidden_dim = args.hidden_dim
         self.recurrence = args.recurrence
         self.fc1 = nn.Linear(inputs, args.hidden_dim)
         self.rnn = SharedGRU(args.hidden_dim, args.hidden_dim)
-        self.fc2 = nn.Linear(args.hidden_dim, args.hidden_dim)
-        self.fc3 = nn.Linear(args.hidden_dim, env.n_actions * (1 if self.belief_is_input else args.n_policies))
+        self.fc2 = nn.Linear(args.hidden_dim, env.n_actions)
+        self.value = nn.Linear(args.hidden_dim, 1) if args.dueling else None
         self.register_buffer("seat_one_hot", torch.eye(env.n_agents), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
@@ -207,53 +206,78 @@ class Agents(nn.Module):
         last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
         return obs, last_action, self.seat_one_hot[seat].expand(*obs.shape[:2], -1, -1)
 
-    def q_values(self, h, belief):
-        """The mean under the belief (..., others * policies), for all others alike."""
-        q = self.fc3(F.relu(self.fc2(h)))
-        if self.belief_is_input:
-            return q
-        weight = belief.unflatten(-1, self.belief_shape).mean(-2)
-        return (weight.unsqueeze(-1) * q.unflatten(-1, (-1, len(self.actions)))).sum(-2)
+    def q_values(self, h):
+        q = self.fc2(h)
+        return q if self.value is None else self.value(h) + q - q.mean(-1, keepdim=True)
 
     def forward(self, obs, last_action, h, seat, inferred):
         """obs (time, matches, seats, obs_dim), last_action (time, matches, seats) with -1 for none,
         h (matches, seats, hidden), seat (matches, seats), inferred (time, matches, seats, features)
         -> Q-values and hidden states of all times
         """
-        inputs = self.inputs(obs, last_action, seat)
-        x = F.relu(self.fc1(torch.cat((*inputs, inferred) if self.belief_is_input else inputs, -1)))
+        x = F.relu(self.fc1(torch.cat((*self.inputs(obs, last_action, seat), inferred), -1)))
         if self.recurrence:
             h = self.rnn(x, h)  # (time, matches, seats, hidden)
         else:
             h = self.rnn(x.flatten(0, 1).unsqueeze(0), self.init_hidden(*x.flatten(0, 1).shape[:2])).view_as(x)
-        return self.q_values(h, inferred), h  # (time, matches, seats, actions)
+        return self.q_values(h), h  # (time, matches, seats, actions)
 
 
 # ALGO LOGIC: the opponent model's network
+def seat_order(env):
+    """(agents, agents): for every seat itself, then the others in the order in which its observation lists them."""
+    seat = torch.arange(env.n_agents)
+    own = seat.unsqueeze(1)
+    if env.ego_first:
+        return (own + seat) % env.n_agents
+    return torch.cat((own, seat[:-1] + (seat[:-1] >= own)), 1)
+
+
 class OpponentModel(nn.Module):
-    """The belief: a GRU over the learner's own past, and a head."""
+    """Predicts the others' next actions and their policies: a GRU over past observations and actions, and two heads."""
 
     def __init__(self, args, env, hidden_dim=96):
         super().__init__()
         self.hidden_dim = hidden_dim
+        self.rnn = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, hidden_dim)
+        self.fc_obs = nn.Linear(env.obs_dim, 32)
+        self.fc1 = nn.Linear(32 + hidden_dim, 64)
+        self.head = nn.Linear(64, (env.n_agents - 1) * env.n_actions)
         self.belief_shape = (env.n_agents - 1, args.n_policies)
-        self.rnn = SharedGRU(env.obs_dim + env.n_actions, hidden_dim)
-        self.head = nn.Linear(hidden_dim, math.prod(self.belief_shape))
-        seat = torch.arange(env.n_agents)
-        self.register_buffer("seat_order", (seat.unsqueeze(1) + seat) % env.n_agents, persistent=False)
+        self.policy_head = nn.Sequential(
+            nn.Linear(32 + hidden_dim, 64), nn.ReLU(), nn.Linear(64, math.prod(self.belief_shape))
+        )
+        self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
 
     def init_hidden(self, matches, seats):
         return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
 
-    def forward(self, obs, last_action, h):
-        """obs (time, matches, seats, obs_dim), last_action (time, matches, seats)
-        -> log-probabilities (time, matches, seats, others, policies), hidden states
+    def forward(self, obs, last_obs, all_last_action, seat, h, evidence):
+        """obs and last_obs (time, matches, seats, obs_dim), all_last_action (time, matches, agents),
+        evidence (matches, seats, others, policies): the log-belief at the end of the last match
+        -> probabilities for the Q-network, hidden states, log-probabilities of actions and (from this match) policies
+
+        At the start last_obs is 0 and all_last_action is -1.
         """
-        last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
-        h = self.rnn(torch.cat((obs, last_action), -1), h)
-        return F.log_softmax(self.head(h).unflatten(-1, self.belief_shape), -1), h
+        order = self.seat_order[seat].expand(*obs.shape[:-1], -1)  # (time, matches, seats, agents)
+        actions = all_last_action.unsqueeze(-2).expand_as(order).gather(-1, order)
+        actions = (actions.unsqueeze(-1) == self.actions).to(obs.dtype).flatten(-2)
+        h = self.rnn(torch.cat((last_obs, actions), -1), h)
+        x = torch.cat((F.relu(self.fc_obs(obs)), h), -1)
+        log_policy = F.log_softmax(self.policy_head(x).unflatten(-1, self.belief_shape), -1)
+        x = self.head(F.relu(self.fc1(x))).unflatten(-1, (-1, len(self.actions)))
+        log_probs = F.log_softmax(x, -1)  # (time, matches, seats, others, actions)
+        belief = (log_policy.detach() + evidence).softmax(-1)
+        inferred = torch.cat((log_probs.detach().exp().flatten(-2), belief.flatten(-2)), -1)
+        return inferred, h, log_probs, log_policy
+
+    def unroll(self, obs, all_action, seat, evidence):
+        """The outputs of `forward` at all steps of episodes."""
+        last_obs = torch.cat((torch.zeros_like(obs[:1]), obs[:-1]))
+        all_last_action = torch.cat((torch.full_like(all_action[:1], -1), all_action))
+        return self(obs, last_obs, all_last_action, seat, self.init_hidden(*seat.shape), evidence)
 
 
 def greedy_action(q, avail):
@@ -292,18 +316,34 @@ class Player:
         self.agents = agents
         self.h = agents.init_hidden(*seats.shape)
         self.model_h = learner.model.init_hidden(*seats.shape)
+        self.last_obs = torch.zeros(*seats.shape, learner.env.obs_dim, device=self.h.device)
+        self.evidence = torch.zeros(*seats.shape, *learner.model.belief_shape, device=self.h.device)
+        self.log_belief = torch.zeros_like(self.evidence)
+        self.per_match = {"evidence": self.evidence}
+        self.memory = {"log_belief": self.log_belief}
+
+    def forget(self):
+        """The others are new."""
+        self.log_belief.zero_()
 
     def reset(self, mask):
-        for state in (self.h, self.model_h):
+        for state in (self.h, self.model_h, self.last_obs):
             state.masked_fill_(mask.view(-1, 1, 1), 0.0)
+        if self.learner.args.carry_belief:
+            self.evidence.copy_(torch.where(mask.view(-1, 1, 1, 1), self.log_belief, self.evidence))
 
     def act(self, inputs, epsilon):
         obs = inputs.obs.unsqueeze(0)
-        last_action = inputs.last_action.unsqueeze(0)
-        log_belief, model_h = self.learner.model(obs, last_action, self.model_h)
-        q, h = self.agents(obs, last_action, self.h, inputs.seat, log_belief.exp().flatten(-2))
+        last_obs, all_last_action = self.last_obs.unsqueeze(0), inputs.all_last_action.unsqueeze(0)
+        state = (self.model_h, self.evidence)
+        inferred, model_h, _, log_policy = self.learner.model(obs, last_obs, all_last_action, inputs.seat, *state)
+        q, h = self.agents(obs, inputs.last_action.unsqueeze(0), self.h, inputs.seat, inferred)
         self.h.copy_(h[0])
         self.model_h.copy_(model_h[0])
+        self.last_obs.copy_(obs[0])
+        if inputs.running is not None:
+            log_belief = F.log_softmax(self.evidence + log_policy[0], -1)
+            self.log_belief.copy_(torch.where(inputs.running.view(-1, 1, 1, 1), log_belief, self.log_belief))
         return epsilon_greedy(q[0], inputs.avail, epsilon)
 
     def analyse(self, episodes):
@@ -401,6 +441,7 @@ class Learner:
         if args.n_policies is None:
             raise ValueError("n_policies, which the run sets, is missing")
         self.args, self.env = args, env
+        used = used or [-2] * args.n_policies  # those of a loaded run are not known
         self.used = torch.tensor(used, device=env.device)  # the policies that may be met, by number in the team
         self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
@@ -434,6 +475,17 @@ class Learner:
         return obs, last_action, steps_left
 
     # ALGO LOGIC: the opponent model
+    def others(self, batch, steps_left):
+        """(seats, actions, mask) of the others, (steps, matches, seats, others), in the order of `seat_order`.
+
+        The mask is set where the learner and the other are alive.
+        """
+        seat = self.model.seat_order[batch["seat"][0]][..., 1:].expand(len(steps_left) - 1, -1, -1, -1)
+        action = batch["all_action"][:-1].unsqueeze(2).expand(-1, -1, seat.shape[2], -1).gather(-1, seat)
+        alive = batch["all_alive"][:-1].unsqueeze(2).expand(-1, -1, seat.shape[2], -1).gather(-1, seat)
+        mask = batch["alive"][:-1] & (steps_left[:-1] > 0).unsqueeze(-1)
+        return seat, action, mask.unsqueeze(-1) & alive
+
     def policies(self, batch):
         """(matches, seats, others, policies): the others' policies, one-hot, from the next seat on."""
         others = self.model.seat_order[batch["seat"][0]][..., 1:]  # (matches, seats, others)
@@ -442,15 +494,16 @@ class Learner:
 
     def model_loss(self, batch, obs, last_action, steps_left):
         """(the Q-network's additional input at all steps, the opponent model's loss, its metrics)"""
-        log_belief, _ = self.model(obs, last_action, self.model.init_hidden(*batch["seat"].shape[1:]))
-        policy = self.policies(batch).expand_as(log_belief)
+        seat, evidence = batch["seat"][0], batch["evidence"][0]
+        inferred, _, log_probs, log_policy = self.model.unroll(obs, batch["all_action"][:-1], seat, evidence)
+        _, action, mask = self.others(batch, steps_left)
+        loss = masked_mean(mask, -gather_q(log_probs[:-1], action))
+        accuracy = masked_mean(mask, (log_probs[:-1].argmax(-1) == action).float())
+        policy = self.policies(batch)
         mask = (batch["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1) & policy.any(-1)
-        loss = masked_mean(mask, -(policy * log_belief).sum(-1))
-        accuracy = masked_mean(mask, (log_belief.argmax(-1) == policy.argmax(-1)).float())
-        inferred = (
-            log_belief.detach().exp() if self.args.belief_use == "input" else policy
-        )  # Q learns of the true policies
-        return inferred.flatten(-2), loss, {"policy_accuracy": accuracy}
+        loss = loss + masked_mean(mask, -(policy * log_policy).sum(-1))
+        found = masked_mean(mask, ((log_policy + evidence).argmax(-1) == policy.argmax(-1)).float())
+        return inferred, loss, {"action_accuracy": accuracy, "policy_accuracy": found}
 
     # ALGO LOGIC: the loss
     def loss(self, batch):
@@ -494,16 +547,11 @@ class Learner:
 
 @torch.no_grad()
 def analyse(learner, episodes):
-    """How sure and how right the belief is in recorded episodes, and how much Q depends on it: docs/belief_iql.md."""
+    """How right the model is in recorded episodes, and how much Q depends on it: docs/belief_iql.md."""
     inputs = learner.inputs(episodes)
-    obs, last_action, steps_left = inputs
-    log_belief, _ = learner.model(obs, last_action, learner.model.init_hidden(*episodes["seat"].shape[1:]))
-    mask = (episodes["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1)
-    metrics = {"confidence": masked_mean(mask.expand(log_belief.shape[:-1]), log_belief.exp().amax(-1)).item()}
-    if len(learner.used):  # the policies of a loaded run are not known by number
-        metrics["policy_accuracy"] = learner.model_loss(episodes, *inputs)[2]["policy_accuracy"].item()
-    if obs.shape[1] > 1:  # a single match has no other to exchange with
-        inferred = log_belief.exp().flatten(-2)
+    inferred, _, metrics = learner.model_loss(episodes, *inputs)
+    metrics = {name: value.item() for name, value in metrics.items()}
+    if inferred.shape[1] > 1:  # a single match has no other to exchange with
         metrics["q_sensitivity"] = q_sensitivity(learner.target_agents, episodes, inputs, inferred)
     return metrics
 

@@ -32,6 +32,7 @@ class Args:
     team: str | None = None  # the seats, such as 6other2ego (default: one ego, all others other)
     groups: tuple[Literal["homologue", "non-homologue"], ...] | None = None  # teams of one other, mixed ones (or both)
     episodes: int = 1000  # matches of an ego with each other, rounded up to a multiple of the seats
+    encounter: int = 1  # and as many in a row: the returns of the first, the second ... are told apart
     num_envs: int | None = None  # matches at a time at most (default: 8192 on the GPU, 512 on the CPU, sc2/ 8)
     env_id: str | None = None  # the environment (default: that of the runs)
     n_agents: int | None = None  # number of agents, where the environment leaves it open (default: that of the runs)
@@ -80,7 +81,7 @@ def check_args(args, egos):
     """
     if not egos or not args.others:
         raise ValueError("--ego and --others name somebody")
-    runs.check_ranges(args, positive="episodes num_envs adapt", non_negative="seed")
+    runs.check_ranges(args, positive="episodes encounter num_envs adapt", non_negative="seed")
     known = [saved for saved in (egos if any(egos.values()) else find(args.others)).values() if saved]
     if not known and not args.env_id:
         raise ValueError("there is no run among egos and others: --env-id says what scripted policies are to play")
@@ -113,9 +114,9 @@ def check_args(args, egos):
     return schedule
 
 
-def make_env(args, num_envs):
+def make_env(args, num_envs, encounters=1):
     device = "cuda" if args.cuda else "cpu"
-    return envs.make(args.env_id, num_envs=num_envs, device=device, seed=args.seed, n_agents=args.n_agents, check=False)
+    return envs.make(args.env_id, num_envs, device, args.seed, args.n_agents, encounters, check=False)
 
 
 # ---- who plays with whom ----
@@ -127,7 +128,8 @@ class Schedule(Team):
 
     def __init__(self, env, args):
         self.group = "homologue"
-        super().__init__(env, args.team, ("ego",), args.others, seed=args.seed)
+        encounter = args.encounter // env.encounters
+        super().__init__(env, args.team, ("ego",), args.others, seed=args.seed, encounter=encounter)
         self.seats = sum(count for count, policies in self.groups if policies is self.pool)
         if not self.seats:
             raise ValueError(f"team {args.team!r} has no seat for the others: name one of them other")
@@ -170,7 +172,8 @@ def evaluate(args, ego, saved, others, adapted=0):
     """The rows of an ego: group by group, other by other and all together."""
     total = others * args.episodes  # matches of each group
     rounds = -(-total // args.num_envs)
-    env = make_env(args, -(-total // rounds))
+    keeps_memory = bool(saved and saved["args"].get("keep_memory"))  # an encounter is one episode then
+    env = make_env(args, -(-total // rounds), args.encounter if keeps_memory else 1)
     schedule = Schedule(env, args)
     torch.manual_seed(args.seed)
     runner = make_runner(ego, saved, env, schedule)
@@ -183,20 +186,26 @@ def evaluate(args, ego, saved, others, adapted=0):
         names = ["mixed"]
         if group == "homologue":
             names = [*(schedule.policy_names[policy] for policy in schedule.pool), "all"]
-        sums = np.zeros((len(names), 5))
+        sums = np.zeros((len(names), 5 + args.encounter))
         metrics = [[] for _ in names]
-        for _ in range(rounds):
+        for _ in range(rounds * schedule.encounter):
             returns, lengths, won, valid = (values.cpu().numpy() for values in runner.play())
-            returns = returns.astype(float).mean(1)
+            returns = returns.astype(float).mean(1) / env.encounters
             valid = valid & (schedule.match < total)
             values = np.stack((np.ones(len(won)), won, returns, returns**2, lengths), 1)  # (matches, 5)
+            by_number = np.zeros((len(won), args.encounter))
+            for number, earned in runner.returns_by_match().items():
+                by_number[:, number - 1] = earned.cpu() * schedule.encounter
+            values = np.concatenate((values, by_number), 1)
             for i in range(len(names)):
                 is_total = i == len(names) - 1
                 matches = np.flatnonzero(valid if is_total else valid & (schedule.other == i))
                 sums[i] += values[matches].sum(0)
                 if hasattr(runner.player, "analyse"):
                     analyse(runner, matches, metrics[i])
-        new = [{**columns, "group": group, "other": n, **summary(*v)} for n, *v in zip(names, sums.tolist(), metrics)]
+        new = [{**columns, "group": group, "other": name} for name in names]
+        for row, *found in zip(new, sums.tolist(), metrics):
+            row |= results.match_summary(*found)
         met = [row for row in new[:-1] if row["episodes"]]
         if len(met) > 1:  # matches with one other are alike: what varies most is whom one meets
             for name, least, most in (("win_rate", 0.0, 1.0), ("return", -np.inf, np.inf)):
@@ -215,26 +224,6 @@ def analyse(runner, matches, metrics):
         if len(metrics) < ANALYSES and (len(chosen) == ANALYSED or first == 0):
             selection = runner.selection(torch.from_numpy(chosen).to(runner.env.device))
             metrics.append(runner.player.analyse(selection))
-
-
-def summary(sums, metrics):
-    """The values of a row with their 95% intervals, from sums over its matches and the metrics of its model."""
-    episodes, wins, returns, squares, steps = sums
-    row = {"episodes": int(episodes), "wins": int(wins)}
-    if episodes:
-        mean = returns / episodes
-        low, high = runs.wilson_interval(wins, episodes)
-        variance = max(squares / episodes - mean**2, 0.0) * episodes / max(episodes - 1, 1)
-        spread = 1.959964 * (variance / episodes) ** 0.5
-        row |= {"win_rate": wins / episodes, "win_rate_low": low, "win_rate_high": high, "return": mean}
-        row |= {"return_low": mean - spread, "return_high": mean + spread, "return_std": variance**0.5}
-        row["length"] = steps / episodes
-    for name in dict.fromkeys(key for one in metrics for key in one):
-        values = [one[name] for one in metrics if name in one]
-        row[name] = float(np.mean(values))
-        if len(values) > 1:
-            row[f"{name}_low"], row[f"{name}_high"] = results.mean_interval([values])
-    return row
 
 
 # ---- adaptation ----

@@ -12,6 +12,9 @@ A player acts for the learner's seats. It has
 and may have
 
     outputs                 a dictionary of tensors (matches, seats, ...) to record with each step
+    per_match               a dictionary of tensors (matches, ...) that `reset` sets, to record once
+    memory                  a dictionary of tensors that outlast a match, cleared by
+    forget()                the others are new
     fields                  the fields that `analyse(episodes)`, which returns metrics, needs
     goals(env, seat)        predicted places to mark in a picture
 """
@@ -47,6 +50,7 @@ class Inputs(NamedTuple):
     last_action: torch.Tensor  # (matches, seats), -1 at the start of an episode
     all_last_action: torch.Tensor  # (matches, n_agents)
     seat: torch.Tensor  # (matches, seats), which seats these are
+    running: torch.Tensor | None = None  # (matches,), whether a match goes on; None for team-mates
 
 
 class Graphed:
@@ -128,7 +132,7 @@ class EpisodeRunner:
         self.player = player
         self.should_stop = None  # without arguments; asked in each step of a game that is not simulated
         self.invalid_rounds = 0  # in a row
-        recorded = [name for name in ("reward", *fields) if name != "policy"]
+        recorded = [name for name in ("reward", *fields) if name not in ("policy", *self.per_match)]
         rows = round_up(env.episode_limit, CHUNK) + 1
         values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
         values |= self.outputs
@@ -140,6 +144,7 @@ class EpisodeRunner:
         self.episodes["seat"] = team.learner_seats.unsqueeze(0)  # the same at all times
         if "policy" in fields:
             self.episodes["policy"] = team.policy_id.unsqueeze(0)
+        self.episodes |= {name: values.unsqueeze(0) for name, values in self.per_match.items()}
         self.epsilon = torch.zeros((), device=env.device)
         self.last_action = torch.zeros_like(env.actions)
         self.running = torch.zeros_like(env.terminated)
@@ -162,6 +167,15 @@ class EpisodeRunner:
     def outputs(self):
         return getattr(self.player, "outputs", {})
 
+    @property
+    def per_match(self):
+        return getattr(self.player, "per_match", {})
+
+    def _draw_others(self):
+        self.team.draw()
+        if hasattr(self.player, "forget"):
+            self.player.forget()
+
     def _record(self, record, row, values):
         for name in record.keys() & values.keys():
             record[name][row] = values[name]
@@ -176,6 +190,7 @@ class EpisodeRunner:
             last_action=select(self.last_action),
             all_last_action=self.last_action,
             seat=self.team.learner_seats,
+            running=self.running,
         )
         action = self.player.act(inputs, self.epsilon)
         action = self.team.joint_action(action, self.team_last_action)
@@ -218,7 +233,7 @@ class EpisodeRunner:
 
     def _play(self, epsilon):
         if self.rounds % self.team.encounter == 0:
-            self.team.draw()
+            self._draw_others()
         self.rounds += 1
         obs, info = self.env.reset()
         self.running.fill_(True)
@@ -259,35 +274,39 @@ class EpisodeRunner:
         return rounds
 
     def evaluate(self, count):
-        """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones."""
+        """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones.
+
+        Encounters are played to their end, which may take more episodes.
+        """
         results, by_match = [], {}
-        played = 0
-        while played < count:
+        played, encounter = 0, self.team.encounter
+        while played < count or self.rounds % encounter:
             *numbers, valid = self.play()
             results.append([tensor[valid].cpu() for tensor in numbers])
             played += len(results[-1][0])
             if len(results) > LONG_EVALUATION:  # a shorter one is finished, so that the run resumes exactly
                 self.check_stop()
-            for number, returns in self._returns_by_match(valid):
-                by_match.setdefault(f"return_{number}", []).append(returns)
+            for number, returns in self.returns_by_match().items():
+                by_match.setdefault(f"return_{number}", []).append(returns[valid].mean().item())
         self.match_returns = {name: sum(means) / len(means) for name, means in sorted(by_match.items())}
-        return [torch.cat(tensors)[:count] for tensors in zip(*results)]
+        return [torch.cat(tensors)[: count if encounter == 1 else None] for tensors in zip(*results)]
 
-    def _returns_by_match(self, valid):
-        """(number of a match in its encounter, mean return) of the last round; nothing without encounters."""
-        reward = self.episodes["reward"][:, valid].mean(-1)  # (rows, matches)
+    def returns_by_match(self):
+        """number of a match in its encounter -> returns (matches,) of the last round; nothing without encounters"""
+        reward = self.episodes["reward"].mean(-1)  # (rows, matches)
         if self.team.encounter > 1:
-            yield (self.rounds - 1) % self.team.encounter + 1, reward.sum(0).mean().item()
-        elif self.env.encounters > 1:
-            encounter = self.episodes["encounter"][:, valid]  # of a row, as its observation; so is its reward's
-            for number in range(self.env.encounters):
-                yield number + 1, torch.where(encounter == number, reward, 0.0).sum(0).mean().item()
+            return {(self.rounds - 1) % self.team.encounter + 1: reward.sum(0)}
+        if self.env.encounters == 1:
+            return {}
+        number = self.episodes["encounter"]  # of a row, as its observation; so is its reward's
+        return {n + 1: torch.where(number == n, reward, 0.0).sum(0) for n in range(self.env.encounters)}
 
     def policy(self, obs=None, info=None):
         """Greedy play, step by step, for a caller that steps the environment: joint actions (matches, n_agents)."""
         starting = (self.env.steps == 0) & (self.env.info["encounter"] == 0)
         if starting.all():
-            self.team.draw()
+            self._draw_others()
+        self.running.fill_(True)
         self.player.reset(starting)
         self.last_action.masked_fill_(starting.unsqueeze(1), -1)
         if self.env.encounters > 1:
@@ -309,13 +328,16 @@ class EpisodeRunner:
 
     def state_dict(self):
         matches = self.env.snapshot() if self.env.simulated else None
-        return {"matches": matches, "rounds": self.rounds, "team_rounds": self.team.rounds}
+        memory = getattr(self.player, "memory", {})
+        return {"matches": matches, "rounds": self.rounds, "team_rounds": self.team.rounds, "memory": memory}
 
     def load_state_dict(self, state):
         self.rounds, self.team.rounds = (checkpoints.number(state, name, int) for name in ("rounds", "team_rounds"))
         if self.rounds % self.team.encounter:  # in the middle of an encounter: the same others again
             self.team.rounds -= 1
             self.team.draw()
+        for name, values in getattr(self.player, "memory", {}).items():
+            values.copy_(state["memory"][name])
         if state["matches"] is not None:
             self.env.restore(state["matches"])
 

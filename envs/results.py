@@ -7,6 +7,7 @@ import numpy as np
 
 import envs
 from envs import files
+from envs.runs import wilson_interval
 
 
 # ---- statistics ----
@@ -93,6 +94,28 @@ MEASURES = {
 
 
 # ---- reading ----
+def match_summary(sums, metrics):
+    """The values of a row with their 95% intervals, from sums over its matches and the metrics of its model."""
+    episodes, wins, returns, squares, steps, *by_number = sums
+    row = {"episodes": int(episodes), "wins": int(wins)}
+    if episodes:
+        mean = returns / episodes
+        low, high = wilson_interval(wins, episodes)
+        variance = max(squares / episodes - mean**2, 0.0) * episodes / max(episodes - 1, 1)
+        spread = 1.959964 * (variance / episodes) ** 0.5
+        row |= {"win_rate": wins / episodes, "win_rate_low": low, "win_rate_high": high, "return": mean}
+        row |= {"return_low": mean - spread, "return_high": mean + spread, "return_std": variance**0.5}
+        row["length"] = steps / episodes
+        if len(by_number) > 1:  # of the matches of an encounter
+            row |= {f"return_{number}": earned / episodes for number, earned in enumerate(by_number, 1)}
+    for name in dict.fromkeys(key for one in metrics for key in one):
+        values = [one[name] for one in metrics if name in one]
+        row[name] = float(np.mean(values))
+        if len(values) > 1:
+            row[f"{name}_low"], row[f"{name}_high"] = mean_interval([values])
+    return row
+
+
 def load_results(path):
     """The content of a results.json; a ValueError names one that is cut, or lacks what is read here and in paper.py."""
     try:

@@ -69,6 +69,7 @@ def random_batch(env, lengths=LENGTHS, seats=SEATS, deaths=DEATHS, latent_dim=4,
     }  # fmt: skip
     batch["avail"][..., 0] = True
     batch["policy"] = torch.tensor(POLICIES)[torch.randint(3, (1, matches, env.n_agents), generator=generator)]
+    batch["evidence"] = normal(learners, env.n_agents - 1, len(POLICIES))[:1]
     for match, length in enumerate(lengths):
         batch["terminated"][length - 1 :, match] = match % 2 == 0  # the others are truncated
     for match, agent, row in deaths:
@@ -137,14 +138,9 @@ def q_step(agents, env, obs, last_action, seat, inferred, h):
     x = np.concatenate((obs, one_hot(last_action, env.n_actions), one_hot(seat, env.n_agents)))
     if hasattr(agents, "gate"):
         inferred = np.exp(log_softmax(linear(agents.gate, x))) @ inferred.reshape(4, -1)
-    if getattr(agents, "belief_is_input", True):
-        x = np.concatenate((x, inferred))
+    x = np.concatenate((x, inferred))
     h = gru(agents.rnn, relu(linear(agents.fc1, x)), h)
     q = linear(agents.fc2, h)
-    if hasattr(agents, "fc3"):
-        q = linear(agents.fc3, relu(q)).reshape(-1, env.n_actions)
-        belief = np.ones((1, 1)) if agents.belief_is_input else inferred.reshape(agents.belief_shape)
-        return belief.mean(0) @ q, h
     return q if agents.value is None else linear(agents.value, h) + q - q.mean(), h
 
 
@@ -195,7 +191,7 @@ def plain_losses(name, learner, batch):
     data, terms = as_numpy(batch), defaultdict(list)
     model_terms = {
         "naive_om_iql": naive_terms, "liam_iql": liam_terms, "omg_iql": omg_terms, "mix_iql": mix_terms,
-        "belief_iql": belief_terms,
+        "belief_iql": naive_terms,
     }[name]  # fmt: skip
     for m, length in enumerate(batch["lengths"].tolist()):
         for place in range(batch["seat"].shape[2]):
@@ -206,7 +202,8 @@ def plain_losses(name, learner, batch):
             contrastive_terms(terms, key)
     means = {key: np.mean(values) for key, values in terms.items()}
     means["model"] = sum(
-        means.get(key, 0.0) for key in ("cross_entropy", "obs_error", "recon", "future_loss", "return_loss")
+        means.get(key, 0.0)
+        for key in ("cross_entropy", "policy_error", "obs_error", "recon", "future_loss", "return_loss")
     )
     if "kl" in means:
         means["model"] += learner.args.kl_weight * means["kl"]
@@ -258,7 +255,23 @@ def naive_terms(learner, data, m, place, length, terms):
         inferred.append(np.exp(log_probs).ravel())
         if t < length:
             prediction_terms(env, data, m, place, t, terms, log_probs)
+        if hasattr(model, "policy_head"):
+            belief = belief_terms(learner, data, m, place, t, length, terms, layers(model.policy_head, x))
+            inferred[-1] = np.concatenate((inferred[-1], belief))
     return inferred
+
+
+def belief_terms(learner, data, m, place, t, length, terms, scores):
+    """Adds what the policies inferred from this match cost; returns the belief, with what earlier matches showed."""
+    others = seat_order(learner.env, int(data["seat"][0, m, place]))[1:]
+    scores = scores.reshape(len(others), -1)
+    belief = np.exp(log_softmax(log_softmax(scores) + data["evidence"][0, m, place]))
+    if t < length and data["alive"][t, m, place]:
+        for number, other in enumerate(others):
+            kind = learner.used.tolist().index(data["policy"][0, m, other])
+            terms["policy_error"].append(-log_softmax(scores[number])[kind])
+            terms["policy_accuracy"].append(np.argmax(belief[number]) == kind)
+    return belief.ravel()
 
 
 def liam_terms(learner, data, m, place, length, terms):
@@ -317,23 +330,6 @@ def contrastive_terms(terms, key):
     for t, place, code, target in codes:
         scores = [code @ other / len(code) ** 0.5 for s, seat, _, other in codes if (s, seat) == (t, place)]
         terms[f"{key}_loss"].append(np.log(np.sum(np.exp(scores))) - code @ target / len(code) ** 0.5)
-
-
-def belief_terms(learner, data, m, place, length, terms):
-    env, model, h, inferred = learner.env, learner.model, np.zeros(96), []
-    seat = int(data["seat"][0, m, place])
-    others = [(seat + k) % env.n_agents for k in range(1, env.n_agents)]
-    kinds = [learner.used.tolist().index(data["policy"][0, m, other]) for other in others]
-    for t in range(length + 1):
-        last_action = one_hot(data["action"][t - 1, m, place] if t else -1, env.n_actions)
-        h = gru(model.rnn, np.concatenate((data["obs"][t, m, place], last_action)), h)
-        log_belief = log_softmax(linear(model.head, h).reshape(model.belief_shape))
-        known = np.stack([one_hot(kind, len(learner.used)) for kind in kinds])
-        inferred.append((np.exp(log_belief) if learner.args.belief_use == "input" else known).ravel())
-        if t < length and data["alive"][t, m, place]:
-            terms["cross_entropy"] += [-log_belief[number, kind] for number, kind in enumerate(kinds)]
-            terms["correct"] += [np.argmax(log_belief[number]) == kind for number, kind in enumerate(kinds)]
-    return inferred
 
 
 def prediction_terms(env, data, m, place, t, terms, log_probs, predicted_obs=None):

@@ -11,17 +11,17 @@ from scripts import MODEL_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS
 OF_TEAM_SCRIPTS = {"FIELDS", "check_args", "Learner.__init__", "Learner.networks", "Learner.mix", "Learner.loss"}
 OF_MODEL_SCRIPTS = {
     "FIELDS", "check_args", "make_team", "analyse", "Args.team", "Args.latent_dim", "Agents.__init__",
-    "OpponentModel.__init__", "OpponentModel.forward", "Player.__init__", "Player.reset", "Player.act",
-    "Learner.__init__", "Learner.model_loss", "Learner.update", "Agents.forward", "Agents.q_values",
+    "OpponentModel.__init__", "OpponentModel.forward", "OpponentModel.unroll", "Player.__init__", "Player.reset",
+    "Player.act", "Learner.__init__", "Learner.model_loss", "Learner.update", "Agents.forward",
 }  # fmt: skip
 OF_ALL_SCRIPTS = OF_TEAM_SCRIPTS | OF_MODEL_SCRIPTS | {"load_player"}
 LINES = {
-    "iql": 480, "vdn": 490, "qmix": 530, "naive_om_iql": 600, "liam_iql": 600, "mix_iql": 620, "belief_iql": 580,
+    "iql": 480, "vdn": 490, "qmix": 530, "naive_om_iql": 600, "liam_iql": 600, "mix_iql": 620, "belief_iql": 620,
     "omg_iql": 850, "pretrain_cvae": 200, "evaluate": 420,
 }  # fmt: skip
 CHANGED_LINES = {
     ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("iql", "naive_om_iql"): 250, ("naive_om_iql", "liam_iql"): 100,
-    ("naive_om_iql", "omg_iql"): 400, ("liam_iql", "mix_iql"): 125, ("liam_iql", "belief_iql"): 170,
+    ("naive_om_iql", "omg_iql"): 400, ("liam_iql", "mix_iql"): 125, ("naive_om_iql", "belief_iql"): 110,
 }  # fmt: skip
 
 

@@ -5,12 +5,14 @@ import json
 
 import pytest
 import torch
-from scripts import QUICK, stopped, train
+from reference import make_runner
+from scripts import QUICK, stopped, train, write_run
 
 import envs
+import evaluate
 import iql
 from envs import checkpoints
-from envs.episodes import EpisodeRunner, RandomPlayer, load_runner
+from envs.episodes import EpisodeRunner, Inputs, RandomPlayer, load_runner
 from envs.team import Team, TellWho
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,13 +107,13 @@ def test_returns_by_match_add_up_to_the_episode():
 
 
 # ---- runs ----
-@pytest.mark.parametrize("keep_memory", [True, False])
+@pytest.mark.parametrize(("name", "keep_memory"), [("iql", True), ("iql", False), ("belief_iql", False)])
 @pytest.mark.slow
-def test_a_run_with_encounters_resumes_exactly(keep_memory, tmp_path):
+def test_a_run_with_encounters_resumes_exactly(name, keep_memory, tmp_path):
     options = {**IPD, "encounter": 2, "keep_memory": keep_memory}
-    whole = train("iql", tmp_path / "whole", **options)["run"].folder
-    folder = stopped("iql", tmp_path / "stopped", **options)
-    train("iql", tmp_path / "stopped", resume=folder, **options)
+    whole = train(name, tmp_path / "whole", **options)["run"].folder
+    folder = stopped(name, tmp_path / "stopped", **options)
+    train(name, tmp_path / "stopped", resume=folder, **options)
     expected, found = (json.loads((run / "results.json").read_text()) for run in (whole, folder))
     assert found["final"] == expected["final"] and found["encounter"] == expected["encounter"]
     assert [e["episodic_return"] for e in found["evals"]] == [e["episodic_return"] for e in expected["evals"]]
@@ -151,6 +153,64 @@ def test_a_run_that_keeps_its_memory_plays_single_matches_and_encounters(tmp_pat
             obs, reward, _, _, info = env.step(step_by_step.policy(obs, info))
             total += reward
         assert torch.equal(step_by_step.team.select(total), returns)
+
+
+# ---- a belief that is kept from match to match ----
+@pytest.mark.parametrize("carry_belief", [True, False])
+@pytest.mark.parametrize(("env_id", "team"), [("matrix_ipd", "scripted"), ("stag_hunt_4x4", "1NS1NH2learner")])
+def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
+    learner, runner = make_runner("belief_iql", env_id, team, encounter=3, carry_belief=carry_belief)
+    model, total = learner.model, None
+    for number in range(7):
+        _, lengths, _, _ = runner.play(0.5)
+        evidence = runner.episodes["evidence"][0]
+        if number % 3 and carry_belief:
+            torch.testing.assert_close(evidence, total, rtol=1e-4, atol=1e-5)
+            assert evidence.abs().max() > 0.1
+        else:
+            assert not evidence.any()
+        episodes = runner.selection()
+        obs, _, _ = learner.inputs(episodes)
+        with torch.no_grad():
+            *_, log_policy = model.unroll(obs, episodes["all_action"][:-1], episodes["seat"][0], evidence)
+        last = torch.stack([log_policy[length - 1, match] for match, length in enumerate(lengths.tolist())])
+        total = (evidence + last).log_softmax(-1)
+
+
+def test_a_belief_of_team_mates_is_not_kept():
+    _, runner = make_runner("belief_iql", "matrix_ipd", "scripted", encounter=3)
+    player, env = runner.player, runner.env
+    inputs = Inputs(*(runner.team.select(x) for x in (env.obs, env.info["avail"], env.actions)), env.actions,
+                    runner.team.learner_seats)  # fmt: skip
+    for _ in range(3):
+        player.reset(torch.ones(env.num_envs, dtype=torch.bool))
+        player.act(inputs, 0.0)
+        assert not player.evidence.any()
+
+
+@pytest.mark.parametrize("name", ["belief_iql", "iql"])
+def test_cross_play_tells_the_matches_of_an_encounter_apart(name, tmp_path):
+    """For a run with a belief, whose matches are episodes, and for one that keeps its memory through one episode."""
+    options = {"encounter": 3, "n_policies": 5} if name == "belief_iql" else {"encounter": 3, "keep_memory": True}
+    run = str(write_run(tmp_path / "run", name, envs.make("matrix_ipd"), **options))
+    others = ("tft", "grim", "all_d")
+    args = evaluate.Args((run,), others, episodes=4, num_envs=6, encounter=3, out=tmp_path / "out")
+    egos = evaluate.find([run])
+    evaluate.check_args(args, egos)
+    rows = evaluate.evaluate(args, run, egos[run], len(others))
+    assert [row["other"] for row in rows] == [*others, "all"]
+    for row in rows:
+        assert row["episodes"] == (12 if name == "belief_iql" else 4) * (3 if row["other"] == "all" else 1)
+        earned = [row[f"return_{number}"] for number in (1, 2, 3)]
+        assert row["return"] == pytest.approx(sum(earned) / 3, rel=1e-6) and "return_4" not in row
+    assert rows[2]["return_1"] <= -200 < rows[0]["return_1"]  # who never cooperates never gives more
+
+
+def test_evaluations_play_encounters_to_their_end():
+    env = envs.make("matrix_ipd", num_envs=4)
+    runner = EpisodeRunner(env, Team(env, encounter=3), RandomPlayer())
+    for count, played in ((4, 12), (13, 24)):
+        assert len(runner.evaluate(count)[0]) == played and runner.rounds % 3 == 0
 
 
 # ---- an oracle ----

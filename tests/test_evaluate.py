@@ -88,7 +88,7 @@ def test_counts_are_those_of_a_plain_loop(runs, ego, tmp_path):
 
     env = envs.make("3m", num_envs=5, seed=0, check=False)
     env.reset()
-    team = evaluate.Schedule(env, SimpleNamespace(team="2other1ego", others=others, seed=0))
+    team = evaluate.Schedule(env, SimpleNamespace(team="2other1ego", others=others, seed=0, encounter=1))
     expected = defaultdict(list)
     for first in range(0, 9, 5):
         matches = range(first, first + 5)
@@ -133,6 +133,9 @@ class FakeRunner:
         returns = torch.stack((other + 1.0, other + 3.0), 1)  # two seats of the ego's
         return returns, match + 1, match % 2 == 0, match % 5 != 0
 
+    def returns_by_match(self):
+        return {}
+
 
 def test_a_match_counts_once_for_its_other_and_an_invalid_one_nowhere(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "EpisodeRunner", FakeRunner)
@@ -156,7 +159,7 @@ def test_a_match_counts_once_for_its_other_and_an_invalid_one_nowhere(tmp_path, 
 def test_every_seat_and_every_other_equally_often(text, num_envs, group):
     policies = ("nearest", "weakest", "hold")
     team = evaluate.Schedule(
-        envs.make("8m", num_envs=num_envs), SimpleNamespace(team=text, others=policies, seed=3)
+        envs.make("8m", num_envs=num_envs), SimpleNamespace(team=text, others=policies, seed=3, encounter=1)
     )  # fmt: skip
     team.begin(group)
     seats, times = Counter(), Counter()
@@ -186,7 +189,7 @@ def test_mixed_teams_are_of_different_others(runs):
     """With as many others as seats nobody plays twice in a team; and teams are not the same again and again."""
     names = ("nearest", "weakest", "kite", "hold")
     team = evaluate.Schedule(
-        envs.make("3m", num_envs=120), SimpleNamespace(team="2other1ego", others=names, seed=0)
+        envs.make("3m", num_envs=120), SimpleNamespace(team="2other1ego", others=names, seed=0, encounter=1)
     )  # fmt: skip
     team.begin("non-homologue")
     team.draw()
@@ -226,13 +229,13 @@ def test_a_pool_of_policies_in_the_stag_hunt(tmp_path):
 def test_intervals_are_those_of_the_closed_form():
     z = 1.959964
     for wins, episodes in ((0, 7), (7, 7), (3, 11), (640, 1000)):
-        row = evaluate.summary((episodes, wins, 0.0, 0.0, 0.0), [])
+        row = evaluate.results.match_summary((episodes, wins, 0.0, 0.0, 0.0), [])
         share = wins / episodes
         for bound in (row["win_rate_low"], row["win_rate_high"]):  # where the share is just not to be rejected
             assert (share - bound) ** 2 == pytest.approx(z**2 * bound * (1 - bound) / episodes, abs=1e-12)
         assert row["win_rate_low"] <= share <= row["win_rate_high"]
     values = np.array([1.0, 2.0, 4.0, 9.0])
-    row = evaluate.summary(
+    row = evaluate.results.match_summary(
         (4, 1, values.sum(), (values**2).sum(), 40), [{"accuracy": 0.5}, {"accuracy": 0.7, "once": 0.3}]
     )
     half = z * values.std(ddof=1) / 2
@@ -240,7 +243,7 @@ def test_intervals_are_those_of_the_closed_form():
     assert [row["return_low"], row["return_high"]] == pytest.approx([4 - half, 4 + half])
     assert [row["accuracy_low"], row["accuracy_high"]] == pytest.approx([0.6 - 1.2706, 0.6 + 1.2706], abs=1e-3)
     assert row["once"] == 0.3 and "once_low" not in row
-    assert evaluate.summary((0, 0, 0.0, 0.0, 0.0), []) == {"episodes": 0, "wins": 0}
+    assert evaluate.results.match_summary((0, 0, 0.0, 0.0, 0.0), []) == {"episodes": 0, "wins": 0}
 
 
 # ---- opponent models ----
@@ -303,7 +306,7 @@ def test_scripts_with_a_model(runs, name, tmp_path):
     evaluate.main(args)
     rows = json.loads((args.out / "results.json").read_text())["rows"]
     assert [row["other"] for row in rows] == ["nearest", runs["qmix"], ego, "all", "mixed"]
-    wanted = {{"omg_iql": "hit_ratio", "belief_iql": "confidence"}.get(name, "action_accuracy"), "q_sensitivity"}
+    wanted = {"hit_ratio" if name == "omg_iql" else "action_accuracy", "q_sensitivity"}
     assert all(row["algorithm"] == name and wanted <= row.keys() and row["episodes"] > 0 for row in rows)
     with Image.open(args.out / "match.gif") as video:
         assert video.n_frames > 1
@@ -361,7 +364,7 @@ def test_patterns_name_many(runs, tmp_path):
 
 
 def test_of_many_rows_the_table_has_the_sums():
-    row = {"algorithm": "iql", "adapted": 0, **evaluate.summary((10, 5, 20.0, 50.0, 100), [])}
+    row = {"algorithm": "iql", "adapted": 0, **evaluate.results.match_summary((10, 5, 20.0, 50.0, 100), [])}
     rows = [{**row, "ego": "a", "group": "homologue", "other": f"b{i}"} for i in range(70)]
     rows += [{**row, "ego": "a", "group": "homologue", "other": "all"}]
     assert len(evaluate.table(rows).splitlines()) == 2
