@@ -13,17 +13,20 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tyro
 
+import compare
 import envs
 from envs import files
 from envs.checkpoints import load_script
 from envs.cluster import ROOT
 from envs.results import crossed_interval, curves, markdown, summary
 from envs.runs import UsageError
-from sweep import Job, Output, check_counts, place_of, read_results, run_all
+from strangers import STAGES
+from sweep import Evaluation, Job, Output, check_counts, place_of, read_results, run_all
 
 METHODS = {
     "IQL": ("iql.py",),
@@ -56,6 +59,7 @@ COLUMNS = (
 @dataclass
 class Args:
     map: str = "8m"  # the environment
+    stage: Literal[(*STAGES, "all")] | None = None  # a stage of strangers.py, to compare methods on instead
     cuda: bool = False  # whether to use the GPU
     quick: bool = False  # a small version that tries everything out: 2 runs in the pool, 3 strangers, 1 seed
     pool_runs: int | None = None  # QMIX runs to learn with (default: 10)
@@ -71,20 +75,14 @@ class Args:
     ray_address: str | None = None  # a Ray cluster to run on, such as auto
 
 
-class Evaluation(Job):
-    """A job of evaluate.py, whose folder has no time in its name; what was interrupted begins again."""
-
-    def runs(self, root):
-        return [Path(root) / self.name]
-
-    def options(self, words, run_root, resume=None):
-        return [*words, "--out", (Path(run_root) / self.name).as_posix()]
-
-
 def fill_in(args):
     """Sets the sizes that were not given."""
     name = args.map.replace("/", "-")
-    if args.quick:
+    if args.stage:  # whose steps are the stage's own
+        small, large = {"test_runs": 1, "seeds": 1, "episodes": 8}, {"test_runs": 3, "seeds": 5, "episodes": 256}
+        out = {"out": f"runs/{'quick_' * args.quick}stage_{args.stage}"}
+        defaults = (small if args.quick else large) | out
+    elif args.quick:
         defaults = {"pool_runs": 2, "test_runs": 1, "seeds": 1, "episodes": 8, "out": f"runs/quick_{name}"}
         defaults |= {"pool_timesteps": 3000, "learner_timesteps": 3000}
     else:
@@ -94,7 +92,7 @@ def fill_in(args):
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    check_counts(args, (*defaults, "jobs", "runs_per_gpu"))
+    check_counts(args, (*defaults, "learner_timesteps", "jobs", "runs_per_gpu"))
 
 
 # ---- the plan ----
@@ -140,21 +138,23 @@ def make_plan(args):
         pool, team, unseen = ["NS", "NH"], f"{mates}other1learner", ["RAND", *unseen]
     among = ("--team", team, "--pool", *pool)
     short = ("--pretrain-timesteps", "2000", "--pretrain-updates", "100") if args.quick else ()
-    vae = job("pretrain_cvae.py", 1, *device, *small, *short, *among, label="vae")
+    vaes = [
+        job("pretrain_cvae.py", 1 + k, *device, *small, *short, *among, label="vae") for k in range(args.seeds)
+    ]  # one for every seed, so that seeds are independent
     learners = {}
     for method, (script, *options) in METHODS.items():
         has_vae = "vae" in load_script(Path(script).stem).Args.__dataclass_fields__
-        options += ("--vae", Output(vae, "vae.pt")) if has_vae else ()
         options += ("--total-timesteps", str(args.learner_timesteps))
         learners[method] = [
-            job(script, 1 + k, *training, *options, *among, label=method.replace(" ", "_").lower())
-            for k in range(args.seeds)
-        ]
+            job(script, 1 + k, *training, *options, *(("--vae", Output(vae, "vae.pt")) if has_vae else ()), *among,
+                label=method.replace(" ", "_").lower())
+            for k, vae in enumerate(vaes)
+        ]  # fmt: skip
 
     egos = {**learners, **({POOL: pool} if env.team_reward else {})}
     evaluations = list(evaluations_of(args, env, egos, pool, unseen))
     networks = {**({"pool_qmix": pool} if env.team_reward else {}), **strangers}
-    runs = {**networks, "vae": [vae], **learners, "evaluations": [job for *_, job in evaluations]}
+    runs = {**networks, "vae": vaes, **learners, "evaluations": [job for *_, job in evaluations]}
     first = ("pool_qmix", "vae", *learners)  # whom others wait for; the strangers fill the gaps
     order = sorted(runs, key=lambda label: label not in first)
     return Plan(networks, learners, evaluations, [job for label in order for job in runs[label]])
@@ -333,20 +333,27 @@ def draw(report, path):
 def main():
     args = tyro.cli(Args)
     fill_in(args)
-    plan, root, started = make_plan(args), Path(args.out), time.time()
+    plans = [compare.make_plan(args, name) for name in compare.stages_of(args)] if args.stage else [make_plan(args)]
+    root, started = Path(args.out), time.time()
     root.mkdir(parents=True, exist_ok=True)
     clock, before = root / "seconds.json", 0.0
     with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is cut
         before = float(json.loads(clock.read_text()))
     try:
         with contextlib.closing(place_of(args, root)) as place:
-            complete = run_all(plan.jobs, place, root)
+            complete = run_all([job for plan in plans for job in plan.jobs], place, root)
     finally:
         files.write_text(clock, json.dumps(before + time.time() - started))
     if not complete:
         return 1
     command = " ".join(["python paper.py", *sys.argv[1:]])
-    report = make_report(args, command, plan, root, before + time.time() - started)
+    seconds = before + time.time() - started
+    if args.stage:
+        text = compare.write_report(args, command, plans, root, seconds)
+        print(text, f"{root / 'report.md'} has this and the pictures", sep="\n")
+        return 0
+    (plan,) = plans
+    report = make_report(args, command, plan, root, seconds)
     files.write_text(root / "report.json", json.dumps(report, indent=1))
     files.write_text(root / "report.md", text_of(report))
     draw(report, root / "results.png")

@@ -19,8 +19,7 @@ import tyro
 import envs
 from envs import files, runs
 from envs.cluster import ROOT
-from paper import Evaluation
-from sweep import Job, check_counts, place_of, read_results, run_all
+from sweep import Evaluation, Job, check_counts, place_of, read_results, run_all
 
 
 @dataclass
@@ -29,23 +28,34 @@ class Stage:
     pool: tuple[str, ...] | int  # scripted policies to learn with, or a number of QMIX runs
     scripted: tuple[str, ...] = ()  # scripted strangers
     learned: tuple[str, ...] = ()  # scripts whose runs are strangers, all of whose seats learned
+    encounter: int = 1  # matches in a row with the same others
+    timesteps: int = 5_000_000  # of every run, on the GPU
 
 
 BATTLE = ("iql", "vdn", "qmix")
+SEEN = ("all_c", "all_d", "tft", "wsls", "grim", "generous_tft", "joss", "grofman", "zd_extort", "periodic_ccd")
+UNSEEN = ("two_tats", "hard_majority", "alternator", "suspicious_tft", "stochastic_wsls", "soft_joss")
 STAGES = {
+    "kuhn": Stage(
+        "kuhn", tuple(f"seen_{k}" for k in "abcdef"), tuple(f"unseen_{k}" for k in "abcdef"), encounter=5,
+    ),
+    "ipd": Stage("matrix_ipd", SEEN, UNSEEN, encounter=10),
+    "chicken": Stage("matrix_chicken", SEEN, UNSEEN, encounter=10),
+    "coin-game": Stage(
+        "coin_game", ("own_only", "good_greedy", "evil_greedy", "other_first", "grim", "stay"),
+        ("random_greedy", "reciprocator"), ("iql",), encounter=5,
+    ),
+    "snowdrift": Stage("snowdrift_4x4", ("ND", "FIX", "REC"), ("RAND",), ("iql",), encounter=5),
+    "stag-hunt": Stage("stag_hunt_4x4", ("NS", "NH", "SWITCH"), ("FOLLOW", "RAND"), ("iql",), encounter=5),
     "foraging-orders": Stage(
-        "foraging_orders,player_sight=2", ("rows", "rows_back", "columns", "columns_back", "diagonal", "inside"),
-        ("outside", "near", "H1", "H2"), ("iql",),
+        "foraging_orders,player_sight=2,limit=40",
+        ("rows", "rows_back", "columns", "columns_back", "diagonal", "inside"), ("outside", "near", "H1", "H2"),
+        ("iql",), timesteps=8_000_000,
     ),
-    "kuhn": Stage("kuhn", tuple(f"seen_{k}" for k in "abcdef"), tuple(f"unseen_{k}" for k in "abcdef")),
     "popp": Stage("popp", ("chase", "close", "fellow"), ("far", "loyal")),
-    "stag-hunt": Stage("stag_hunt_4x4", ("NS", "NH", "SWITCH"), ("FOLLOW", "RAND"), ("iql",)),
-    "ipd": Stage(
-        "matrix_ipd", ("tft", "grim", "all_c", "all_d", "wsls"), ("two_tats", "hard_majority", "alternator"), ("iql",)
-    ),
-    "2c_vs_64zg": Stage("2c_vs_64zg", 4, learned=BATTLE),
-    "3s_vs_5z": Stage("3s_vs_5z", 4, learned=BATTLE),
-    "8m": Stage("8m", 4, learned=BATTLE),
+    "2c_vs_64zg": Stage("2c_vs_64zg", 4, learned=BATTLE, timesteps=8_000_000),
+    "3s_vs_5z": Stage("3s_vs_5z", 4, learned=BATTLE, timesteps=8_000_000),
+    "8m": Stage("8m", 4, learned=BATTLE, timesteps=8_000_000),
 }  # fmt: skip
 FIRST_SEED = 101  # of learned strangers; the pool's begin at 1, learners' wherever one likes
 
@@ -56,7 +66,7 @@ class Args:
     cuda: bool = False  # whether to use the GPU
     quick: bool = False  # a small version that tries everything out
     runs: int | None = None  # learned strangers of every script (default: 3)
-    timesteps: int | None = None  # steps of every run (default: 10 million on the GPU, 500,000 on the CPU)
+    timesteps: int | None = None  # steps of every run (default: the stage's on the GPU, 500,000 on the CPU)
     episodes: int | None = None  # matches of every bound (default: 1024)
     out: str | None = None  # the folder of the runs and the manifest (default: strangers/STAGE)
     jobs: int | None = None  # runs at a time (default: one to a core, or --runs-per-gpu to a GPU)
@@ -69,7 +79,7 @@ def fill_in(args):
     if args.quick:
         defaults = {"runs": 1, "timesteps": 3000, "episodes": 8, "out": f"strangers/quick_{args.stage}"}
     else:
-        steps = 10_000_000 if args.cuda else 500_000
+        steps = STAGES[args.stage].timesteps if args.cuda else 500_000
         defaults = {"runs": 3, "timesteps": steps, "episodes": 1024, "out": f"strangers/{args.stage}"}
     runs.fill_in(args, defaults)
     check_counts(args, (*defaults, "jobs", "runs_per_gpu"))
@@ -79,43 +89,37 @@ def fill_in(args):
 class Plan:
     pool: list  # names of scripted policies, or jobs
     strangers: list
-    responses: list  # a job for every stranger
-    upper: list  # and the evaluation of it
+    responses: list  # a job for every stranger, whose last evaluation is the upper bound
     lower: Evaluation  # of the random policy with all of them
 
     @property
     def jobs(self):
         trained = [one for one in (*self.pool, *self.strangers) if isinstance(one, Job)]
-        return [*trained, *self.responses, *self.upper, self.lower]
+        return [*trained, *self.responses, self.lower]
 
 
 def make_plan(args):
     stage, device = STAGES[args.stage], ("--cuda",) * args.cuda
     env = envs.make(stage.env_id)
     others = env.n_agents - 1
-    small = ("--num-envs", "16", "--eval-interval", "3000", "--eval-episodes", "16", "--final-eval-episodes", "16")
+    small = ("--num-envs", "16", "--eval-interval", "3000", "--eval-episodes", "16")
     training = (*device, "--total-timesteps", str(args.timesteps), *(small if args.quick else ()))
 
     def job(script, seed, *arguments, label):
         return Job(ROOT / f"{script}.py", stage.env_id, seed, (*training, *arguments), label)
-
-    def bound(ego, policies, label):
-        words = ("--ego", ego, "--others", *policies, "--groups", "homologue", "--episodes", str(args.episodes))
-        words += ("--env-id", stage.env_id, *device)
-        return Evaluation(ROOT / "evaluate.py", stage.env_id, 1, words, label)
 
     pool = stage.pool
     if isinstance(pool, int):
         pool = [job("qmix", 1 + k, label="pool") for k in range(args.runs if args.quick else pool)]
     learned = [job(s, FIRST_SEED + k, label=f"stranger_{s}") for s in stage.learned for k in range(args.runs)]
     strangers = [*stage.scripted, *learned]
-    responses = [
-        job("iql", 1, "--team", f"{others}other1learner", "--pool", one, label=f"response_{number}")
-        for number, one in enumerate(strangers)
-    ]
-    upper = [bound(run, [one], f"upper_{k}") for k, (run, one) in enumerate(zip(responses, strangers))]
+    among = ("--final-eval-episodes", str(args.episodes), "--team", f"{others}other1learner", "--pool")
+    responses = [job("iql", 1, *among, one, label=f"response_{number}") for number, one in enumerate(strangers)]
     (random,) = {"random", "RAND"} & set(env.policies)
-    return Plan(list(pool), strangers, responses, upper, bound(random, strangers, "lower"))
+    words = ("--ego", random, "--others", *strangers, "--groups", "homologue", "--episodes", str(args.episodes))
+    words += ("--env-id", stage.env_id, *device)
+    lower = Evaluation(ROOT / "evaluate.py", stage.env_id, 1, words, "lower")
+    return Plan(list(pool), strangers, responses, lower)
 
 
 def manifest_of(args, plan, root):
@@ -128,10 +132,10 @@ def manifest_of(args, plan, root):
 
     lowest = {Path(row["other"]).name: row[measure] for row in read_results(plan.lower, root)["rows"]}
     strangers = []
-    for one, response, evaluation in zip(plan.strangers, plan.responses, plan.upper):
-        policy = name(one)
-        (row,) = (row for row in read_results(evaluation, root)["rows"] if row["other"] != "all")
-        strangers.append({"policy": policy, "lower": lowest[policy], "upper": row[measure], "response": name(response)})
+    key = "win_rate" if env.team_reward else "episodic_return"
+    for one, response in zip(plan.strangers, plan.responses):
+        policy, upper = name(one), read_results(response, root)["final"][key]
+        strangers.append({"policy": policy, "lower": lowest[policy], "upper": upper, "response": name(response)})
     return {
         "stage": args.stage, "env_id": stage.env_id, "measure": measure, "team": f"{env.n_agents - 1}other1learner",
         "pool": [name(one) for one in plan.pool], "strangers": strangers, "args": asdict(args),

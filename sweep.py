@@ -123,6 +123,16 @@ class Output:
         return self.job.done(root) / self.file
 
 
+class Evaluation(Job):
+    """A job of evaluate.py, whose folder has no time in its name; what was interrupted begins again."""
+
+    def runs(self, root):
+        return [Path(root) / self.name]
+
+    def options(self, words, run_root, resume=None):
+        return [*words, "--out", (Path(run_root) / self.name).as_posix()]
+
+
 def options_of(words, names):
     """Those options, with their values, that have one of these names."""
     kept, keeps = [], False

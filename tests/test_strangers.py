@@ -1,14 +1,19 @@
-"""strangers.py: held-out sets with their bounds; and scores between bounds in evaluate.py."""
+"""strangers.py: held-out sets with their bounds; scores between bounds; and compare.py, all methods on its stages."""
 
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+import compare
 import envs
 import evaluate
+import paper
 import strangers
+import sweep
 from envs import results
 
 MANIFEST = {"measure": "return", "strangers": [{"policy": "NS", "lower": 1.0, "upper": 3.0},
@@ -22,7 +27,7 @@ def test_stages_name_policies_that_are_there_and_nobody_twice(name):
     pool = () if isinstance(stage.pool, int) else stage.pool
     assert set(pool) | set(stage.scripted) <= set(env.policies) and not set(pool) & set(stage.scripted)
     plan = strangers.make_plan(strangers.Args(name, runs=2, timesteps=1000, episodes=8))
-    assert len(plan.strangers) == len(plan.responses) == len(plan.upper) == len(stage.scripted) + 2 * len(stage.learned)
+    assert len(plan.strangers) == len(plan.responses) == len(stage.scripted) + 2 * len(stage.learned)
     names = [job.name for job in plan.jobs]
     assert len(set(names)) == len(names)
 
@@ -62,7 +67,7 @@ def test_a_set_is_made_and_used(tmp_path, monkeypatch, capsys):
     scripted, learned = manifest["strangers"]
     assert (scripted["policy"], manifest["measure"], manifest["pool"]) == ("NH", "return", ["NS"])
     assert (tmp_path / learned["policy"] / "checkpoint.pt").exists() and (tmp_path / learned["response"]).is_dir()
-    assert strangers.main() == 0 and "6 of 6 runs are done already" in capsys.readouterr().out
+    assert strangers.main() == 0 and "4 of 4 runs are done already" in capsys.readouterr().out
     scripted |= {"lower": -1.0, "upper": 4.0}  # so short a run may be worse than random
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     ego = str(tmp_path / scripted["response"])
@@ -71,3 +76,82 @@ def test_a_set_is_made_and_used(tmp_path, monkeypatch, capsys):
     found = {Path(row["other"]).name: row for row in rows}
     assert found["NH"]["normalised"] == pytest.approx((found["NH"]["return"] + 1) / 5)
     assert "normalised" in found["all"] and "normalised" not in found["mixed"]
+
+
+# ---- the comparison of methods on stages ----
+def test_a_comparison_is_fair():
+    args = paper.Args(stage="all")
+    paper.fill_in(args)
+    plans = [compare.make_plan(args, name) for name in compare.stages_of(args)]
+    names = [job.name for plan in plans for job in plan.jobs]
+    assert len(set(names)) == len(names) and [plan.stage for plan in plans] == list(strangers.STAGES)
+    for plan in plans:
+        assert plan.learners.keys() - plan.tests.keys() == {"oracle"}
+        for method, jobs in plan.learners.items():
+            assert [job.seed for job in jobs] == [1, 2, 3, 4, 5]
+            words = [word for word in jobs[0].arguments if word not in compare.METHODS[method]]
+            assert words == list(plan.learners["IQL"][0].arguments)  # the same steps, matches, team and pool for all
+            assert not set(plan.held_out.strangers) & set(jobs[0].arguments)
+        for method, job in plan.tests.items():
+            assert [*plan.learners[method], "--others", *plan.held_out.strangers] == list(job.arguments)[1 : 7 + len(
+                plan.held_out.strangers)]  # fmt: skip
+
+
+def test_intervals_of_shares_cover_the_truth():
+    """Of five seeds each, whose spread is a third of the headroom; also of the difference to another method."""
+    rng, truth, covered = np.random.default_rng(0), (1.6, 1.0, 2.0), np.zeros(2)
+    for _ in range(2000):
+        method, base, oracle = (rng.normal(mean, 0.3, 5) for mean in truth)
+        low, high = compare.share(method, base, oracle)[1]
+        below, above = compare.difference(method, base)[1]
+        covered += (low <= 0.6 <= high, below <= 0.6 <= above)
+    assert (covered / 2000 > 0.93).all() and (covered / 2000 < 0.99).all()
+    assert compare.share([3.0], [1.0], [5.0]) == (0.5, [0.5, 0.5])
+
+
+def pretend(plan, root):
+    """As if every job of a stage were done: IQL wins 0.2, the oracle 0.8, others more by their place in the list."""
+    for job in plan.held_out.jobs:
+        folder = root / (job.name if isinstance(job, sweep.Evaluation) else f"{job.name}__1")
+        rows = [{"ego": "random", "other": one if isinstance(one, str) else f"{one.name}__1", "group": "homologue",
+                 "episodes": 8, "win_rate": 0.0, "return": 0.0} for one in plan.held_out.strangers]  # fmt: skip
+        write_results(folder, 1.0, rows if isinstance(job, sweep.Evaluation) else None)
+    for number, (method, jobs) in enumerate(plan.learners.items()):
+        for job in jobs:
+            write_results(root / f"{job.name}__1", 0.2 + 0.1 * number + 0.02 * job.seed)
+        if method in plan.tests:
+            rows = [{"ego": f"{job.name}__1", "other": f"elsewhere/{one}" if isinstance(one, str) else f"{one.name}__1",
+                     "group": "homologue", "episodes": 8, "win_rate": 0.5, "return": 0.5}
+                    for job in jobs for one in plan.held_out.strangers]  # fmt: skip
+            write_results(root / plan.tests[method].name, 0.0, rows)
+
+
+def write_results(folder, score, rows=None):
+    final = {"win_rate": score, "episodic_return": score}
+    content = {"args": {}, "versions": {"python": "3"}, "seconds": 1.0}
+    content |= {"final": final, "best": final, "evals": [{"steps": step, **final} for step in (1, 2)]}
+    content |= {"encounter": {"return_1": score, "return_2": score + 1, "return_3": score + 2}}
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps(content if rows is None else {**content, "rows": rows}))
+
+
+def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
+    words = ["paper.py", "--stage", "kuhn", "--seeds", "2", "--out", str(tmp_path)]
+    args = paper.tyro.cli(paper.Args, args=words[1:])
+    paper.fill_in(args)
+    pretend(compare.make_plan(args, "kuhn"), tmp_path)
+    monkeypatch.setattr(sys, "argv", words)
+    assert paper.main() == 0
+    text, report = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "report.json").read_text())
+    assert text in capsys.readouterr().out and (tmp_path / "curves.png").exists()
+    with Image.open(tmp_path / "headroom.png") as picture:
+        assert picture.width > 300
+    (stage,) = report["stages"]
+    assert stage["headroom"][0] == pytest.approx(0.6) and stage["exists"]
+    shares = {method: share for method, (share, _) in stage["share"].items()}
+    expected = dict(zip(compare.METHODS, (0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1)))
+    assert shares == pytest.approx(expected) and stage["ahead"]["OMG"][0] == pytest.approx(0.1)
+    assert np.array(stage["unknown"]["belief"]).shape == (2, 6)
+    assert stage["unknown"]["belief"][0] == pytest.approx([0.5] * 6)
+    assert stage["matches"]["IQL"] == pytest.approx([0.23, 1.23, 2.23])
+    assert "0.83 (" in text and "0.23, 1.73" in text

@@ -733,7 +733,7 @@ def pretend(plan, root, seed=0):
     """Folders as if every job of a plan were done, with results at random."""
     rng = np.random.default_rng(seed)
     for job in plan.jobs:
-        if isinstance(job, paper.Evaluation):
+        if isinstance(job, sweep.Evaluation):
             rows = [
                 {"ego": ego, "other": other, "group": group, "episodes": episodes, "win_rate": rng.random(),
                  "win_rate_low": 0.0, "return": 5 * rng.random(), "hit_ratio": rng.random(), "hit_ratio_low": 0.0}
@@ -815,7 +815,7 @@ def test_the_plan_is_the_papers():
     paper.fill_in(args)
     plan = paper.make_plan(args)
     counts = Counter(job.script.stem for job in plan.jobs)
-    assert counts == {"qmix": 20, "iql": 15, "vdn": 10, "pretrain_cvae": 1, "liam_iql": 5, "naive_om_iql": 5,
+    assert counts == {"qmix": 20, "iql": 15, "vdn": 10, "pretrain_cvae": 5, "liam_iql": 5, "naive_om_iql": 5,
                       "omg_iql": 10, "evaluate": 17}  # fmt: skip
     assert len({job.name for job in plan.jobs}) == len(plan.jobs)
     pool, strangers = (

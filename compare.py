@@ -1,0 +1,251 @@
+"""When does it pay to model the others? Every method on the stages of strangers.py, between IQL and an oracle.
+
+Every method learns with a stage's pool, over several seeds. With those others IQL is 0 and the oracle, an IQL that is
+told who they are, is 1: what a method has of the difference is its share of the headroom. With the stage's strangers
+scores are between those of the random policy and of a best response.
+
+    python paper.py --stage all --cuda                          docs/benchmarks.md has the details; --quick tries it out
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+import envs
+import strangers
+from envs import files
+from envs.cluster import ROOT
+from envs.results import crossed_interval, curves, interval, markdown, normalise
+from sweep import Evaluation, Job, read_results
+
+BASE, ORACLE, OURS = "IQL", "oracle", "belief"
+METHODS = {
+    BASE: ("iql",),
+    "LIAM": ("liam_iql",),
+    "naive OM": ("naive_om_iql",),
+    "MIX": ("mix_iql",),
+    "OMG": ("omg_iql",),
+    OURS: ("belief_iql",),
+    ORACLE: ("iql", "--tell-who"),
+}  # another method is another line: a script and its options
+LEAST = 0.03  # of the oracle's score: a smaller headroom is none
+
+
+@dataclass
+class Plan:
+    stage: str
+    held_out: strangers.Plan
+    learners: dict  # method -> runs
+    tests: dict  # method -> its evaluation with the strangers
+
+    @property
+    def jobs(self):
+        learners = [
+            job for k in range(len(self.learners[BASE])) for job in (runs[k] for runs in self.learners.values())
+        ]
+        return [*self.held_out.jobs, *learners, *self.tests.values()]
+
+
+def stages_of(args):
+    return list(strangers.STAGES) if args.stage == "all" else [args.stage]
+
+
+def make_plan(args, name):
+    stage = strangers.STAGES[name]
+    quick = args.quick
+    device = ("--cuda",) * args.cuda
+    steps = args.learner_timesteps or (3000 if quick else stage.timesteps if args.cuda else 500_000)
+    held_out = strangers.Args(name, args.cuda, quick, args.test_runs, steps, 16 if quick else 1024)
+    held_out = strangers.make_plan(held_out)
+    team = ("--team", f"{envs.make(stage.env_id).n_agents - 1}other1learner", "--encounter", str(stage.encounter))
+    few = ("--num-envs", "16", "--eval-interval", "3000", "--eval-episodes", "16", "--final-eval-episodes", "16")
+    many = ("--eval-episodes", "256", "--final-eval-episodes", "4096")
+    common = (*device, "--total-timesteps", str(steps), *(few if quick else many), *team, "--pool", *held_out.pool)
+    learners, tests = {}, {}
+    for method, (script, *options) in METHODS.items():
+        label = method.replace(" ", "_").lower()
+        short = ("--pretrain-timesteps", "2000", "--pretrain-updates", "100") if quick and script == "omg_iql" else ()
+        learners[method] = [
+            Job(ROOT / f"{script}.py", stage.env_id, 1 + k, (*common, *options, *short), label)
+            for k in range(args.seeds)
+        ]
+        if method != ORACLE:  # the number of a stranger says nothing
+            words = ("--ego", *learners[method], "--others", *held_out.strangers, "--encounter", str(stage.encounter))
+            words += ("--groups", "homologue", "--episodes", str(args.episodes), *device)
+            tests[method] = Evaluation(ROOT / "evaluate.py", stage.env_id, 1, words, f"evaluate_{label}")
+    return Plan(name, held_out, learners, tests)
+
+
+# ---- the results ----
+def difference(ours, theirs):
+    """(the difference of two means over seeds, its 95% interval by Welch)"""
+    mean = np.mean(ours) - np.mean(theirs)
+    return float(mean), interval(mean, [(np.var(x, ddof=1) / len(x), len(x) - 1) for x in (ours, theirs) if len(x) > 1])
+
+
+def share(method, base, oracle):
+    """(the share of the headroom, its 95% interval over seeds), by the first-order error of a ratio."""
+    headroom = np.mean(oracle) - np.mean(base)
+    value = (np.mean(method) - np.mean(base)) / headroom
+    weights = (1 / headroom, (value - 1) / headroom, -value / headroom)  # its derivatives
+    samples = zip(weights, (method, base, oracle))
+    return float(value), interval(
+        value, [(w**2 * np.var(x, ddof=1) / len(x), len(x) - 1) for w, x in samples if len(x) > 1]
+    )
+
+
+def results_of(args, plan, root):
+    """All that the report says of a stage, as plain values."""
+    stage = strangers.STAGES[plan.stage]
+    key = "win_rate" if envs.make(stage.env_id).team_reward else "episodic_return"
+    found = {method: [read_results(job, root) for job in runs] for method, runs in plan.learners.items()}
+    known = {method: [run["final"][key] for run in runs] for method, runs in found.items()}
+    headroom, ends = difference(known[ORACLE], known[BASE])
+    exists = headroom > LEAST * abs(np.mean(known[ORACLE])) and (args.seeds == 1 or ends[0] > 0)
+    held_out = strangers.manifest_of(replace(strangers.Args(plan.stage), cuda=args.cuda), plan.held_out, root)
+    bounds = {
+        name: (held_out["measure"], one["lower"], one["upper"])
+        for one in held_out["strangers"] for name in (one["policy"], str(root / one["policy"]))
+    }  # fmt: skip
+    unknown = {}
+    for method, job in plan.tests.items():
+        rows = [row for row in read_results(job, root)["rows"] if row["group"] == "homologue"]
+        rows = [{**row, "adapted": 0, "other": bounded(row["other"], bounds)} for row in rows]
+        normalise(rows, bounds)
+        scores = {}
+        for row in rows:
+            if row["other"] != "all" and "normalised" in row:
+                scores.setdefault(row["ego"], []).append(row["normalised"])
+        unknown[method] = list(scores.values())  # seeds by strangers
+    return {
+        "stage": plan.stage, "env_id": stage.env_id, "encounter": stage.encounter, "measure": key, "known": known,
+        "headroom": [headroom, ends], "exists": bool(exists),
+        "share": {m: share(values, known[BASE], known[ORACLE]) for m, values in known.items()} if exists else {},
+        "ahead": {m: difference(known[OURS], values) for m, values in known.items() if m != OURS},
+        "unknown": unknown, "strangers": held_out["strangers"],
+        "matches": {m: match_means([run.get("encounter") or {} for run in runs]) for m, runs in found.items()},
+        "models": {m: model_means([run.get("om", run.get("omg", {})) for run in runs]) for m, runs in found.items()},
+        "seconds": {m: float(np.mean([run["seconds"] for run in runs])) for m, runs in found.items()},
+        "steps": found[BASE][0].get("steps"), "versions": found[BASE][0].get("versions", {}),
+    }  # fmt: skip
+
+
+def bounded(other, bounds):
+    """The name of a stranger among the bounds: the folder of a run may be written in another way."""
+    return next((name for name in bounds if Path(name).name == Path(other).name), other)
+
+
+def match_means(encounters):
+    """Returns by the number of a match in its encounter."""
+    return np.mean([list(one.values()) for one in encounters], 0).tolist() if all(encounters) else []
+
+
+def model_means(metrics):
+    return {name: float(np.mean([one[name] for one in metrics if name in one])) for one in metrics for name in one}
+
+
+# ---- the report ----
+def text_of(command, results, seconds):
+    """report.md"""
+    methods = list(METHODS)
+
+    def number(result, value, sign=""):
+        return f"{100 * value:{sign}.1f}%" if result["measure"] == "win_rate" else f"{value:{sign}.2f}"
+
+    def with_interval(result, mean, ends, sign=""):
+        low, high = (number(result, end, sign) for end in ends)
+        return number(result, mean, sign) if low == high else f"{number(result, mean, sign)} ({low} to {high})"
+
+    shares, scores, unknown, matches, ahead = [], [], [], [], []
+    for result in results:
+        name, known = result["stage"], result["known"]
+        told = with_interval(result, *result["headroom"], "+")
+        cells = [f"{s:.2f} ({low:.2f} to {high:.2f})" for s, (low, high) in result["share"].values()]
+        shares.append([name, told, *(cells[:-1] or ["no headroom", *[""] * (len(methods) - 2)])])
+        means = [with_interval(result, *difference(known[m], [0.0])) for m in methods]
+        scores.append([name, *means])
+        tables = [np.array(result["unknown"].get(m) or [[]]) for m in methods[:-1]]
+        ends = [crossed_interval(t) if t.size > 1 else [] for t in tables]
+        unknown.append(
+            [name, *(f"{t.mean():.2f} ({e[0]:.2f} to {e[1]:.2f})" if e else "" for t, e in zip(tables, ends))]
+        )
+        if result["encounter"] > 1:
+            ends = [result["matches"][m] for m in methods]
+            cells = [f"{number(result, v[0])}, {number(result, np.mean(v[1:]))}" if v else "" for v in ends]
+            matches.append([name, *cells])
+        rivals = [with_interval(result, *result["ahead"][m], "+") for m in methods if m != OURS]
+        ahead.append([name, *rivals])
+    seeds = len(results[0]["known"][BASE])
+    parts = [
+        "# When does it pay to model the others?",
+        f"{seeds} seeds of every method; means and 95% intervals (Student's t). The oracle is an IQL that is told the "
+        "others' policies. All methods, settings and steps are the same on all stages.",
+        "## Share of the headroom, with others that were learned with",
+        "0 is IQL, 1 the oracle. Headroom: how far the oracle is ahead of IQL; below 3% of its score, or where the "
+        "interval has 0, there is none.",
+        markdown(["stage", "headroom", *methods[:-1]], shares),
+        "![share of the headroom](headroom.png)",
+        "## Scores with others that were learned with",
+        "Share of matches won, or mean return where everybody has rewards of their own.",
+        markdown(["stage", *methods], scores),
+        f"How far {OURS} is ahead:",
+        markdown(["stage", *(m for m in methods if m != OURS)], ahead),
+        "## Scores with strangers",
+        "0 is the random policy, 1 a best response to that stranger; mean over strangers, interval over seeds and "
+        "strangers together.",
+        markdown(["stage", *methods[:-1]], unknown),
+        *(["## From match to match of an encounter", "Return of the first match, and the mean of the later ones.",
+           markdown(["stage", *methods], matches)] if matches else []),
+        "## Learning",
+        "![learning curves](curves.png)",
+        "## How it was made",
+        f"```bash\n{command}\n```",
+        f"Seconds at work: {seconds:.0f}. Versions: {', '.join(map(' '.join, results[0]['versions'].items()))}.",
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(results, path):
+    """headroom.png: every method's share of the headroom with its interval, stage by stage."""
+    from matplotlib.figure import Figure
+
+    shown = [result for result in results if result["exists"]]
+    figure = Figure(figsize=(1.9 * max(len(shown), 2) + 1.5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    methods, marks = [m for m in METHODS if m not in (BASE, ORACLE)], "osD^v*"
+    for number, method in enumerate(methods):
+        x = np.arange(len(shown)) + (number - (len(methods) - 1) / 2) * 0.14
+        values = np.array([result["share"][method][0] for result in shown])
+        ends = np.array([result["share"][method][1] for result in shown]).reshape(-1, 2).T
+        bars = np.abs(ends - values)
+        axes.errorbar(x, values, bars, fmt=marks[number % 6], color=f"C{number}", ms=6, capsize=2, lw=1, label=method)
+    for y, name in ((0, "IQL: not told"), (1, "oracle: told who the others are")):
+        axes.axhline(y, color="grey", linewidth=1)
+        axes.text(-0.48, y + 0.02, name, fontsize=7, color="grey")
+    axes.set_xticks(range(len(shown)), [result["stage"] for result in shown])
+    axes.set(ylabel="share of the headroom", xlim=(-0.5, max(len(shown), 1) - 0.5))
+    figure.legend(loc="outside upper center", ncols=len(methods), frameon=False)
+    files.write(path, lambda file: figure.savefig(file, dpi=120))
+
+
+def draw_curves(plans, root, path):
+    groups = {
+        (method, strangers.STAGES[plan.stage].env_id): [read_results(job, root) for job in runs]
+        for plan in plans for method, runs in plan.learners.items()
+    }  # fmt: skip
+    curves(groups, path)
+
+
+def write_report(args, command, plans, root, seconds):
+    """report.md with its pictures and report.json; returns what report.md says."""
+    results = [results_of(args, plan, root) for plan in plans]
+    files.write_text(
+        root / "report.json", json.dumps({"command": command, "seconds": seconds, "stages": results}, indent=1)
+    )
+    text = text_of(command, results, seconds)
+    files.write_text(root / "report.md", text)
+    draw(results, root / "headroom.png")
+    draw_curves(plans, root, root / "curves.png")
+    return text
