@@ -63,7 +63,7 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, 
         raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
     parameters = inspect.signature(kind.__init__).parameters.values()
     own = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
-    allowed = ("autoreset", "check", *own, *kind.passed_on)
+    allowed = ("autoreset", "agent_state", "check", *own, *kind.passed_on)
     for key in options:
         if key not in allowed:
             raise ValueError(f"{name} has no option {key!r}: one of {', '.join(allowed)}")

@@ -299,9 +299,11 @@ class Batch:
         seed=0,
         encounters=1,
         autoreset=False,
+        agent_state=False,
         check=None,
     ):
         check_flag("autoreset", autoreset)
+        check_flag("agent_state", agent_state)
         check_flag("check", bool(check) if check is None else check)
         self.name, self.num_envs, self.device, self.agents = name, num_envs, torch.device(device), agents
         self.n_agents, self.autoreset, self._started = len(agents), bool(autoreset), False
@@ -354,6 +356,8 @@ class Batch:
         }
         self._info["invalid"] = blank(yes, matches)
         self._info["encounter"] = self._simulation["encounter"]
+        if agent_state:
+            self._info["agent_state"] = blank(number, matches, agents, self.agent_state_dim)
 
     @functools.cached_property
     def observation_space(self):  # made when asked for: its bounds take twice the memory of the observations
@@ -410,6 +414,11 @@ class Batch:
         return self._info
 
     @property
+    def agent_state_dim(self):
+        """Numbers in a row of info["agent_state"]."""
+        return self.state_dim + self.obs_dim
+
+    @property
     def leaving_ends(self):
         """Whether an agent that leaves has ended its own episode: with rewards of its own, in the only match."""
         return not self.team_reward and self.encounters == 1
@@ -439,7 +448,7 @@ class Batch:
             self._run(LOOK)  # the matches left out wait, frozen
         self._started = True
         self._run(RESTART)
-        return self._outputs["obs"], self._info
+        return self._shown()
 
     def step(self, actions):
         """Plays one step of all running matches. What it returns is overwritten by the next call."""
@@ -450,8 +459,8 @@ class Batch:
         if self.check:
             self._refuse_unavailable()
         self._run(PLAY)
-        out = self._outputs
-        return out["obs"], out["reward"], out["terminated"], out["truncated"], self._info
+        out, (obs, info) = self._outputs, self._shown()
+        return obs, out["reward"], out["terminated"], out["truncated"], info
 
     def scripted_actions(self, policy):
         """What built-in policies do now: one of `policies` for all, or a tensor (num_envs, n_agents) of places in it.
@@ -472,6 +481,17 @@ class Batch:
         self._act()
         return self._scripted
 
+    def _shown(self):
+        """(obs, info) now. What each agent would see if it saw everything is made only if it was asked for."""
+        if "agent_state" in self._info:
+            self._info["agent_state"].copy_(self._agent_state())
+        return self._outputs["obs"], self._info
+
+    def _agent_state(self):
+        """(num_envs, n_agents, agent_state_dim): here the global state and the agent's own observation."""
+        obs, state = self._outputs["obs"], self._outputs["state"]
+        return torch.cat((state.unsqueeze(1).expand(-1, self.n_agents, -1), obs), -1)
+
     # ---- looking into it ----
     def snapshot(self):
         """A copy of the whole simulation, random streams included: tensors by name."""
@@ -490,7 +510,7 @@ class Batch:
                 index = ", ".join(map(str, wrong.nonzero()[0].tolist()))
                 raise ValueError(f"the snapshot does not fit: {key}[{index}] is true, but not in its simulation")
         self._started = True
-        return self._outputs["obs"], self._info
+        return self._shown()
 
     def _put(self, snapshot):
         for key, tensor in {**self._simulation, **self._outputs}.items():

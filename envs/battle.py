@@ -228,7 +228,7 @@ class Battle(Batch):
         state_dim = state_units + allies * actions * state_last_action + state_timestep_number
         if obs_instead_of_state:
             state_dim = allies * obs_dim
-        self.n_enemies, self.unit_kinds = enemies, kinds
+        self.n_enemies, self.unit_kinds, self.obs_instead_of_state = enemies, kinds, bool(obs_instead_of_state)
         self._ground_rows = list(reversed(TERRAINS[spec.terrain].split()))
         super().__init__(
             name, num_envs, [f"{kind}_{a}" for a, kind in enumerate(kinds[:allies])],
@@ -297,7 +297,7 @@ class Battle(Batch):
         if health is not None or shield is not None:
             real[HURT_AT] = (self._simulation["match"][:, STEP] * LOOPS).unsqueeze(1).to(real.dtype)
         self._run(LOOK)
-        return self._outputs["obs"], self._info
+        return self._shown()
 
     def reward_since(self, health, shield):
         """(num_envs,) the shaped reward, without win or defeat, for coming from that health and shield to now."""
@@ -308,6 +308,39 @@ class Battle(Batch):
         worth = reward[:, 0].clone()
         reward.copy_(shown)
         return worth
+
+    @property
+    def agent_state_dim(self):
+        if self.obs_instead_of_state:
+            return super().agent_state_dim
+        return self.state_dim + 4 * (self.n_agents + self.n_enemies) + self.n_actions
+
+    def _agent_state(self):
+        """The global state in the view of each agent, itself first, without a limit of sight. Zeros for the dead.
+
+        Every unit also has its distance, x and y from the agent, and whether it is in sight. The actions that are
+        available come last.
+        """
+        rule, out, agents = self._rule, self._outputs, self.n_agents
+        if self.obs_instead_of_state:
+            return super()._agent_state()
+        x, y, health = (self._simulation["real"][field] for field in (X, Y, HEALTH))
+        place = torch.stack((x, y), -1)
+        offset = (place.unsqueeze(1) - place[:, :agents].unsqueeze(2)) / float(SIGHT)  # (matches, agents, units, 2)
+        distance = offset.square().sum(-1, keepdim=True).sqrt()
+        view = torch.cat((distance, offset, distance < 1), -1) * (health > 0).view(len(health), 1, -1, 1)
+        own_first = torch.arange(agents, device=self.device) - torch.eye(agents, device=self.device).long() * agents
+        order = own_first.argsort(1)  # (agents, agents): oneself, then the others
+        view_of_allies = view[:, :, :agents].gather(2, order.view(1, agents, agents, 1).expand(len(view), -1, -1, 4))
+        ally_columns = agents * (4 + rule.ally_shield + rule.types)
+        action_columns = agents * self.n_actions * rule.state_actions
+        sizes = (ally_columns, rule.state_units - ally_columns, action_columns, rule.state_time)
+        allies, enemies, actions, time = out["state"].split(sizes, -1)
+        parts = [allies.unflatten(1, (agents, -1))[:, order], view_of_allies, view[:, :, agents:]]
+        parts += [part.unsqueeze(1).expand(-1, agents, -1) for part in (enemies, time)]
+        parts += [actions.unflatten(1, (agents, -1))[:, order]] * rule.state_actions
+        whole = torch.cat([*(part.flatten(2) for part in parts), out["avail"]], -1)
+        return whole * out["alive"].unsqueeze(-1)
 
     def units(self):
         """What a match is made of now, by name, each (num_envs, allies + enemies): views, not copies."""

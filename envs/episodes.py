@@ -30,7 +30,8 @@ from envs.batch import memory_of
 CHUNK = 8  # steps captured in one CUDA graph, between two checks whether all matches are over
 MAX_INVALID_ROUNDS = 20  # in a row, before giving up
 LONG_EVALUATION = 16  # rounds
-PER_AGENT = ("action", "reward", "obs", "avail", "alive")  # recorded for the learner's seats; all_<name>: for everybody
+# recorded for the learner's seats; all_<name>: for everybody
+PER_AGENT = ("action", "reward", "obs", "avail", "alive", "last_action", "agent_state")
 OF_STEP = ("action", "all_action", "reward", "all_reward", "terminated")  # recorded with the step; the rest after it
 
 
@@ -199,18 +200,23 @@ class EpisodeRunner:
     @torch.no_grad()
     def _play_chunk(self):
         for row in range(CHUNK):
-            if not self.env.simulated:
-                self.check_stop()
-            action = self.act()
-            encounter = self.env.info["encounter"].clone() if self.env.encounters > 1 else None
-            obs, reward, terminated, truncated, info = self.env.step(action)
-            if encounter is not None:  # the others start anew in every match
-                new_match = (info["encounter"] != encounter).unsqueeze(1)
-                self.team_last_action.copy_(torch.where(new_match, -1, action))
+            action, obs, reward, terminated, truncated, info = self._step()
             fields = self._fields(action=action, reward=reward, terminated=terminated, obs=obs, **info)
             self._record(self.chunk, row, fields | self.outputs)
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
+
+    def _step(self):
+        """Everybody's actions, and what the environment returns."""
+        if not self.env.simulated:
+            self.check_stop()
+        action = self.act()
+        encounter = self.env.info["encounter"].clone() if self.env.encounters > 1 else None
+        results = self.env.step(action)
+        if encounter is not None:  # the others start anew in every match
+            new_match = (self.env.info["encounter"] != encounter).unsqueeze(1)
+            self.team_last_action.copy_(torch.where(new_match, -1, action))
+        return action, *results
 
     def check_stop(self):
         """Raises Stopped when the caller wants an end."""

@@ -556,7 +556,7 @@ class Foraging(Batch):
             simulation["spawned"].copy_(food.sum(1))
             simulation["tries"].zero_()
         self._run(LOOK)
-        return self._outputs["obs"], self._info
+        return self._shown()
 
     def _fitting(self, name, values, like, least, most):
         values = self._given(values, f"{name} has shape {tuple(like.shape)}")

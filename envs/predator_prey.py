@@ -515,7 +515,7 @@ class PredatorPrey(Batch):
         for name, values in given.items():
             targets[name][1].copy_(values)
         self._run(LOOK)
-        return self._outputs["obs"], self._info
+        return self._shown()
 
     def units(self):
         """Where the agents are and how fast, by name, each (num_envs, n_agents): views, not copies."""

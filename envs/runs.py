@@ -603,7 +603,7 @@ class Run:
     def log_due(self):
         return time.time() - self.logged_at >= self.args.log_interval
 
-    def log_episodes(self, returns, lengths, won, valid, epsilon):
+    def log_episodes(self, returns, lengths, won, valid, epsilon=None):
         """Logs a round of training episodes, and prints a line where there is no progress bar."""
         speed = (self.steps - self.logged_steps) / (time.time() - self.logged_at)
         episodic_return = returns[valid].mean().item()
@@ -612,9 +612,10 @@ class Run:
             "charts/episodic_return": episodic_return,
             "charts/episodic_length": lengths[valid].float().mean().item(),
             "charts/win_rate": win_rate,
-            "charts/epsilon": epsilon,
             "charts/SPS": speed,
         }
+        if epsilon is not None:
+            charts["charts/epsilon"] = epsilon
         if hasattr(self.env, "restarts"):
             charts["charts/restarts"] = self.env.restarts
         if not self.env.team_reward:

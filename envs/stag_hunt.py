@@ -447,7 +447,7 @@ class StagHunt(Batch):
         for name, values in given.items():
             places[name][1].copy_(values)
         self._run(LOOK)
-        return self._outputs["obs"], self._info
+        return self._shown()
 
     def _grid_values(self, name, values, place):
         values = self._given(values, f"{name} has shape {tuple(place.shape)}")
