@@ -52,7 +52,7 @@ class Args:
     final_eval_episodes: int = 512  # episodes of the last evaluation
     log_interval: float = 1.0  # seconds between lines of the log
 
-    learning_rate: float = 1e-3  # Adam's learning rate
+    learning_rate: float = 2e-3  # Adam's learning rate
     anneal_lr: bool = True  # whether it falls to 0 over the run
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of the advantages
@@ -85,9 +85,11 @@ from envs.rollouts import RolloutRunner  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 VALUE_NORM_DECAY = 0.99  # of the statistics of returns, by rollout
-CRITIC_INPUT = "obs"  # what the critic sees
-FIELDS = ("avail", "alive", "action", "log_prob", "terminated", "truncated", "mask", "last_action", "next_alive")
-FIELDS = (*FIELDS, "obs", "next_obs")  # recorded for learning, besides reward, seat and h
+CRITIC_INPUT = "obs"  # what the critic sees, besides last action and seat: what the agent sees
+FIELDS = (  # recorded for learning, besides reward, seat and h
+    "obs", "avail", "alive", "action", "log_prob", "terminated", "truncated", "mask", "last_action", "next_alive",
+    CRITIC_INPUT, f"next_{CRITIC_INPUT}",
+)  # fmt: skip
 
 
 def check_args(args):

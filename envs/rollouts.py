@@ -6,8 +6,8 @@
     returns, lengths, won, ended = runner.results           # of the matches that ended in these rollouts
 
 Where nobody but the learner plays, a match that is over starts anew at once, and the next rollout goes on where the
-last one stopped. Team-mates are drawn for all matches at the same time: there a match that is over waits for the others, and
-`rollouts()` goes on to the end of the round.
+last one stopped. Team-mates are drawn for all matches at the same time: there a match that is over waits for the
+others, and `rollouts()` goes on to the end of the round.
 """
 
 import torch

@@ -1,0 +1,465 @@
+"""Multi-agent PPO with recurrent agents: every seat learns a policy, and a critic that sees the whole match.
+
+Thousands of matches are played for a few steps at a time and go on where they stopped. Updates use the clipped loss,
+generalised advantage estimation, normalised values and masks for dead agents (Yu et al. 2022).
+A match is one of the games that are played side by side; a seat is an agent's place in it.
+
+    python mappo.py --env-id 3m --cuda              docs/mappo.md has the logged keys, the deviations and the results
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+STARTED = time.time()  # before the slow imports
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem  # the name of this experiment
+    seed: int = 1  # the seed of all random numbers
+    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
+    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
+    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
+    wandb_project_name: str = "omg-marl"  # wandb's project
+    wandb_entity: str | None = None  # wandb's entity (team)
+    wandb_group: str | None = None  # wandb's group of runs
+    capture_video: bool = False  # whether to save a GIF of a match of the final policy
+    run_root: str = "runs"  # the folder in which run folders are made
+    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
+    checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
+    resume: str | None = None  # a run folder to continue; other arguments must be as they were
+    init: str | None = None  # a run folder whose networks this run starts from
+    time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
+
+    env_id: str = "3m"  # the environment: see envs.list_ids()
+    n_agents: int | None = None  # number of agents, where the environment leaves it open
+    team: str = "self"  # self (all seats learn), scripted (one learner among scripted others), or such as 7qmix1learner
+    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
+    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
+    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
+    encounter: int = 1  # matches in a row with the same others before new ones are drawn
+    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
+    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
+    num_envs: int | None = None  # matches at a time (default: 2048 on the GPU, 64 or with a team 512 on the CPU)
+    total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 4 on the CPU
+    eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
+    eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
+    final_eval_episodes: int = 512  # episodes of the last evaluation
+    log_interval: float = 1.0  # seconds between lines of the log
+
+    learning_rate: float = 2e-3  # Adam's learning rate
+    anneal_lr: bool = True  # whether it falls to 0 over the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of the advantages
+    num_steps: int = 32  # steps of each match between two rounds of learning
+    update_epochs: int | None = None  # passes over these steps (default: 2, CPU 4)
+    num_minibatches: int | None = None  # parts of a pass, by matches, one for each update (default: 8, CPU 4)
+    clip_coef: float = 0.2  # how far the ratio of new to old probabilities may move from 1
+    clip_vloss: bool = True  # whether values move by at most clip_coef as well, in normalised units
+    ent_coef: float = 0.01  # weight of the entropy
+    max_grad_norm: float = 10.0  # the norm to which gradients are clipped, those of policy and critic by themselves
+    hidden_dim: int = 64  # units of the recurrent layers
+    recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
+    value_norm: bool = True  # whether the critic learns values normalised by the mean and deviation of the returns
+    policy_alive_mask: bool = True  # whether only living agents count in policy loss, entropy, advantage statistics
+    value_alive_mask: bool = False  # whether only living agents count in the value loss
+    death_mask: bool = True  # whether a dead agent's critic sees zeros, its last action and its seat only
+
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    tyro.cli(Args)  # prints the help and exits, before the slow imports
+
+import torch  # noqa: E402
+import torch.nn as nn  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import envs  # noqa: E402
+from envs import checkpoints, play, runs  # noqa: E402
+from envs.episodes import EpisodeRunner, Graphed, gather, load_runner  # noqa: E402
+from envs.rollouts import RolloutRunner  # noqa: E402
+from envs.team import Team, TellWho  # noqa: E402
+
+VALUE_NORM_DECAY = 0.99  # of the statistics of returns, by rollout
+CRITIC_INPUT = "agent_state"  # what the critic sees, besides last action and seat: everything, from its own view
+FIELDS = (  # recorded for learning, besides reward, seat and h
+    "obs", "avail", "alive", "action", "log_prob", "terminated", "truncated", "mask", "last_action", "next_alive",
+    CRITIC_INPUT, f"next_{CRITIC_INPUT}",
+)  # fmt: skip
+
+
+def check_args(args):
+    """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
+    runs.check_ranges(
+        args,
+        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit num_steps "
+        "update_epochs num_minibatches encounter hidden_dim learning_rate max_grad_norm clip_coef",
+        fractions="gamma gae_lambda teammate_epsilon checkpoint_at",
+        non_negative="seed checkpoint_interval log_interval ent_coef",
+    )
+    runs.check_team_options(args)
+    runs.resolve_device(args)
+    if args.env_id.startswith("sc2/"):
+        raise runs.UsageError(f"--env-id {args.env_id}: this script plays simulated matches, not the real game")
+    sizes = {"num_envs": 2048, "total_timesteps": 20_000_000, "update_epochs": 2, "num_minibatches": 8}
+    if not args.cuda:
+        sizes = {"num_envs": 64, "total_timesteps": 1_000_000, "update_epochs": 4, "num_minibatches": 4}
+        if args.team != "self":
+            sizes |= {"num_envs": 512, "total_timesteps": 4_000_000}
+    runs.fill_in(args, sizes)
+    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
+    if args.num_envs % args.num_minibatches:
+        raise runs.UsageError(f"--num-minibatches divides --num-envs {args.num_envs}, not {args.num_minibatches}")
+
+
+def make_env(args, num_envs, device, purpose):
+    seed, encounters = runs.seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
+    try:
+        agent_state = purpose == "training"  # nobody else needs it
+        return envs.make(
+            args.env_id, num_envs, device, seed, args.n_agents, encounters, agent_state=agent_state, check=False
+        )
+    except ValueError as error:
+        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
+
+
+def make_team(args, env, purpose):
+    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
+    seed, encounter = runs.seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
+    learners = ("learner",)  # what --team calls the learner's seats
+    try:
+        return Team(env, args.team, learners, *others, seed, encounter=encounter)
+    except ValueError as error:
+        raise runs.UsageError(f"--team {args.team}: {error}") from None
+
+
+# ALGO LOGIC: networks
+class RecurrentWeights(torch.autograd.Function):
+    """The identity on a GRU's gates; its backward pass computes the gradient of the recurrent weights."""
+
+    @staticmethod
+    def forward(ctx, gates, weight, bias, states):
+        ctx.save_for_backward(gates, weight, bias)
+        ctx.states = states
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, d_gates):
+        gates, weight, bias = ctx.saved_tensors
+        last_h = torch.cat(ctx.states)  # (time, rows, hidden)
+        n = last_h.shape[-1]
+        reset = torch.sigmoid(gates[..., :n] + F.linear(last_h, weight[:n], bias[:n]))
+        d_hidden = torch.cat((d_gates[..., : 2 * n], d_gates[..., 2 * n :] * reset), -1).flatten(0, 1)
+        return d_gates, d_hidden.T @ last_h.flatten(0, 1), d_hidden.sum(0), None
+
+
+def cudnn_unroll(gates, h, weight, bias):  # (time, rows, 3 * hidden), (rows, hidden)
+    """cuDNN's GRU, but with a gradient of its recurrent weights that does not take most of the backward pass."""
+    states = [h.detach().unsqueeze(0)]
+    gates = RecurrentWeights.apply(gates, weight, bias, states)
+    identity = torch.eye(len(bias), device=h.device)  # as input weights, since the gates are given
+    weights = [identity, weight.detach(), torch.zeros_like(bias), bias.detach()]
+    flat = torch.cat([w.flatten() for w in weights])  # cuDNN wants contiguous weights
+    weights = [part.view_as(w) for part, w in zip(flat.split([w.numel() for w in weights]), weights)]
+    y, _ = torch.gru(gates, h.unsqueeze(0), weights, True, 1, 0.0, True, False, False)
+    states.append(y[:-1].detach())
+    return y
+
+
+class SharedGRU(nn.GRU):
+    """One GRU for all seats."""
+
+    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
+        rows = x.flatten(1, 2)
+        h = h.flatten(0, 1)
+        if len(x) == 1:
+            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
+        elif x.is_cuda and torch.is_grad_enabled():
+            gates = F.linear(rows, self.weight_ih_l0, self.bias_ih_l0)
+            y = cudnn_unroll(gates, h, self.weight_hh_l0, self.bias_hh_l0)
+        else:
+            y, _ = super().forward(rows, h.unsqueeze(0))
+        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
+
+
+class RecurrentNetwork(nn.Module):
+    """Linear, GRU, Linear on an input, own last action and seat: the policy, or the critic."""
+
+    def __init__(self, args, env, inputs, outputs, gain):
+        super().__init__()
+        hidden = self.hidden_dim = args.hidden_dim
+        self.recurrence = args.recurrence
+        self.fc1 = nn.Linear(inputs + env.n_actions + env.n_agents, hidden)
+        self.rnn = SharedGRU(hidden + 1, hidden)
+        self.fc2 = nn.Linear(hidden, outputs)
+        for weights, scale in ((self.fc1.weight, 2**0.5), (self.rnn.weight_hh_l0, 1.0), (self.fc2.weight, gain)):
+            nn.init.orthogonal_(weights, scale)
+        nn.init.orthogonal_(self.rnn.weight_ih_l0)
+        for name, bias in self.named_parameters():
+            if "bias" in name:
+                nn.init.zeros_(bias)
+        # the GRU's last input is 1 where a match begins: there both gates are closed, and nothing of its state gets in
+        with torch.no_grad():
+            self.rnn.weight_ih_l0[:, -1] = torch.cat((torch.full((2 * hidden,), -1e4), torch.zeros(hidden)))
+        self.register_buffer("seat_one_hot", torch.eye(env.n_agents), persistent=False)
+        self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
+        self.to(env.device)
+
+    def init_hidden(self, matches, seats):
+        return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
+
+    def forward(self, x, last_action, h, seat):
+        """x (time, matches, seats, inputs), last_action (time, matches, seats) with -1 where a match begins,
+        h (matches, seats, hidden), seat (matches, seats) -> outputs and hidden states of all times
+        """
+        last_action = last_action.unsqueeze(-1)
+        seat = self.seat_one_hot[seat].expand(*x.shape[:2], -1, -1)
+        start = (last_action < 0) if self.recurrence else torch.ones_like(last_action)
+        x = F.relu(self.fc1(torch.cat((x, (last_action == self.actions).to(x.dtype), seat), -1)))
+        h = self.rnn(torch.cat((x, start.to(x.dtype)), -1), h)  # (time, matches, seats, hidden)
+        return self.fc2(h), h
+
+
+class Critic(RecurrentNetwork):
+    """The value of a seat, normalised by running statistics of the returns."""
+
+    def __init__(self, args, env):
+        super().__init__(args, env, getattr(env, f"{CRITIC_INPUT}_dim"), 1, 1.0)
+        self.register_buffer("moments", torch.zeros(3, device=env.device))  # 1, return and its square, averaged
+
+    def statistics(self):
+        """Mean and standard deviation of returns; 0 and 1 before there are any."""
+        weight, mean, square = self.moments.unbind()
+        mean, square = mean / weight.clamp(min=1e-9), square / weight.clamp(min=1e-9)
+        return mean, torch.where(weight > 0, (square - mean.square()).clamp(min=1e-4).sqrt(), 1.0)
+
+    def update_statistics(self, returns, mask):
+        batch = torch.stack([masked_mean(x, mask) for x in (torch.ones_like(returns), returns, returns.square())])
+        self.moments.lerp_(batch, 1 - VALUE_NORM_DECAY)
+
+
+def masked_mean(x, mask):
+    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def log_softmax(logits, avail):
+    return F.log_softmax(logits.masked_fill(~avail, -1e9), -1)
+
+
+def gather_q(q, action):
+    """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
+    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
+
+
+def lambda_returns(reward, next_value, terminated, truncated, gamma, td_lambda):
+    """(time, ...) targets: r + gamma * ((1 - lambda) * next_value + lambda * the next target).
+
+    Where `terminated` nothing follows; where `truncated` the next value stands for all that follows.
+    """
+    bootstraps = ~terminated
+    continues = bootstraps & ~truncated
+    target = reward + gamma * torch.where(continues, (1 - td_lambda) * next_value, next_value * bootstraps)
+    weight = gamma * td_lambda * continues.to(reward.dtype)
+    span = 1
+    while span < len(target):  # target[t] = target[t] + weight[t] * target[t + 1], for all t in a few doublings
+        target[:-span].add_(weight[: len(target) - span] * target[span:])
+        weight = weight[:-span] * weight[span:]
+        span *= 2
+    return target
+
+
+class Player:
+    """Plays the learner's seats (matches, seats): takes the most probable action or, to explore, draws one."""
+
+    def __init__(self, agents, seats, explore=False):
+        self.agents = agents
+        self.explore = explore
+        self.h = agents.init_hidden(*seats.shape)
+        self.outputs = {"log_prob": torch.zeros_like(self.h[..., 0])} if explore else {}
+
+    def reset(self, mask):
+        self.h.masked_fill_(mask.view(-1, 1, 1), 0.0)
+
+    def act(self, inputs, epsilon):
+        logits, h = self.agents(inputs.obs.unsqueeze(0), inputs.last_action.unsqueeze(0), self.h, inputs.seat)
+        self.h.copy_(h[0])
+        log_probs = log_softmax(logits[0], inputs.avail)
+        if not self.explore:
+            return log_probs.argmax(-1)
+        gumbel = -torch.log(-torch.log(torch.rand_like(log_probs)))
+        action = (log_probs + gumbel).argmax(-1)
+        self.outputs["log_prob"].copy_(gather_q(log_probs, action))
+        return action
+
+
+class Learner:
+    """The networks, the optimiser and the update."""
+
+    def __init__(self, args, env, seats):
+        self.args, self.env = args, env
+        self.updates = 0
+        self.agents = RecurrentNetwork(args, env, env.obs_dim, env.n_actions, 0.01)
+        self.critic = Critic(args, env)
+        self.parameters = [*self.agents.parameters(), *self.critic.parameters()]
+        self.learning_rate = torch.tensor(args.learning_rate, device=env.device)  # captured updates read it
+        # fused, so that an update that is not finite can be skipped without waiting for the device
+        self.optimizer = torch.optim.Adam(
+            self.parameters, self.learning_rate, eps=1e-5, fused=True, capturable=args.cuda
+        )
+        shape = (args.num_steps, args.num_envs, seats)
+        self.critic_h = self.critic.init_hidden(*shape[1:])  # before the first step of the next rollout
+        self.estimates = {name: torch.zeros(shape, device=env.device) for name in ("advantage", "value", "target")}
+        self.estimates |= {f"{name}_mask": self.estimates["value"] > 0 for name in ("policy", "value")}
+        self.estimates["critic_h"] = torch.zeros_like(self.critic_h).unsqueeze(0)
+        self.batch = {}
+        self.metrics = runs.Metrics(env.device)
+        self.graphed_estimate = Graphed(self.estimate, env.device)
+        self.graphed_update = Graphed(self.update, env.device)
+
+    def networks(self):
+        return {"agents": self.agents, "critic": self.critic}
+
+    def learn(self, rollout, progress):
+        """Learns from a rollout after that share of the run."""
+        self.graphed_estimate(rollout)
+        self.learning_rate.fill_(self.args.learning_rate * (1 - progress * self.args.anneal_lr))
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate
+        data = rollout | self.estimates
+        for _ in range(self.args.update_epochs):
+            order = torch.randperm(self.args.num_envs).to(self.env.device)
+            for matches in order.chunk(self.args.num_minibatches):
+                for name, values in data.items():
+                    if name not in self.batch:  # all batches use the same memory, so that an update can be replayed
+                        self.batch[name] = values.new_empty((len(values), len(matches), *values.shape[2:]))
+                    gather(values, matches, self.batch[name])
+                self.graphed_update(self.batch)
+                self.updates += 1
+
+    def critic_input(self, rollout, prefix=""):
+        x, alive = rollout[prefix + CRITIC_INPUT], rollout[f"{prefix}alive"]
+        return x * alive.unsqueeze(-1) if self.args.death_mask else x
+
+    # ALGO LOGIC: advantages and value targets
+    @torch.no_grad()
+    def estimate(self, rollout):
+        """Fills `estimates` for a rollout, time first."""
+        seat, last_h = rollout["seat"][0], self.critic_h.clone()
+        output, h = self.critic(self.critic_input(rollout), rollout["last_action"], last_h, seat)
+        # after a step that ends a match the next row is of another one: next values have inputs of their own
+        next_input, action = self.critic_input(rollout, "next_").flatten(0, 1), rollout["action"].flatten(0, 1)
+        next_seat = seat.repeat(len(h), 1)
+        next_output, _ = self.critic(next_input.unsqueeze(0), action.unsqueeze(0), h.flatten(0, 1), next_seat)
+        mean, std = self.critic.statistics()
+        value = output.squeeze(-1) * std + mean  # (steps, matches, seats)
+        next_value = next_output.view_as(output).squeeze(-1) * std + mean
+        mask, alive = rollout["mask"].unsqueeze(-1).expand_as(value), rollout["alive"]
+        terminated, truncated = rollout["terminated"].unsqueeze(-1), rollout["truncated"].unsqueeze(-1).clone()
+        truncated[-1] = True  # here the rollout ends: the next value stands for all that follows
+        if self.env.leaving_ends:  # an agent's own game ends when it leaves
+            mask = mask & alive
+            terminated = terminated | ~rollout["next_alive"]
+        reward = torch.where(mask, rollout["reward"], 0.0)
+        target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.gae_lambda)
+        policy_mask = mask & alive if self.args.policy_alive_mask else mask
+        value_mask = mask & alive if self.args.value_alive_mask else mask
+        advantage = target - value
+        advantage = advantage - masked_mean(advantage, policy_mask)
+        advantage = advantage / (masked_mean(advantage.square(), policy_mask).sqrt() + 1e-5)
+        found = (advantage, output.squeeze(-1), target, policy_mask, value_mask, last_h.unsqueeze(0))
+        for estimate, values in zip(self.estimates.values(), found):
+            estimate.copy_(values)
+        self.critic_h.copy_(h[-1])
+        if self.args.value_norm:
+            self.critic.update_statistics(target, value_mask)
+
+    # ALGO LOGIC: the loss
+    def loss(self, batch):
+        """The loss of a batch of rollouts, time first, and a dictionary of values to log."""
+        last_action, seat = batch["last_action"], batch["seat"][0]
+        logits, _ = self.agents(batch["obs"], last_action, batch["h"][0], seat)
+        log_probs = log_softmax(logits, batch["avail"])  # (steps, matches, seats, actions)
+        mask, advantage, clip = batch["policy_mask"], batch["advantage"], self.args.clip_coef
+        log_ratio = torch.where(mask, gather_q(log_probs, batch["action"]) - batch["log_prob"], 0.0)
+        ratio = log_ratio.exp()
+        gain = torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))
+        policy_loss = -masked_mean(gain, mask)
+        entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), mask)
+
+        mean, std = self.critic.statistics()
+        target = (batch["target"] - mean) / std
+        value = self.critic(self.critic_input(batch), last_action, batch["critic_h"][0], seat)[0].squeeze(-1)
+        value_loss = F.huber_loss(value, target, reduction="none", delta=10.0)
+        if self.args.clip_vloss:
+            clipped = batch["value"] + (value - batch["value"]).clamp(-clip, clip)
+            value_loss = torch.maximum(value_loss, F.huber_loss(clipped, target, reduction="none", delta=10.0))
+        value_loss = masked_mean(value_loss, batch["value_mask"])
+        logs = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropy}
+        logs["losses/approx_kl"] = masked_mean(ratio - 1 - log_ratio, mask)
+        logs["losses/clip_fraction"] = masked_mean(((ratio - 1).abs() > clip).float(), mask)
+        return policy_loss - self.args.ent_coef * entropy + value_loss, logs
+
+    def update(self, batch):
+        loss, logs = self.loss(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        for name, network in self.networks().items():
+            norm = nn.utils.clip_grad_norm_(network.parameters(), self.args.max_grad_norm)
+            logs[f"losses/grad_norm_{name}"] = norm
+        finite = self.metrics.add(logs)
+        self.optimizer.found_inf = (~finite).float()  # the optimiser skips such a step
+        self.optimizer.step()
+
+    def state_dict(self):
+        return {"critic_h": self.critic_h}
+
+    def load_state_dict(self, state):
+        self.critic_h.copy_(state["critic_h"])
+
+
+def load_player(run, env, seats):
+    """The greedy policy of a run, playing `seats` (matches, seats) of matches like those of `env`."""
+    args = checkpoints.load_args(Args, run)
+    agents = RecurrentNetwork(args, env, env.obs_dim, env.n_actions, 0.01)
+    checkpoints.load_networks(run, env, {"agents": agents})
+    return Player(agents, seats)
+
+
+if __name__ == "__main__":
+    args = runs.parse_args(Args, __file__)
+    check_args(args)
+    device = runs.set_up_torch(args)
+    env = make_env(args, args.num_envs, device, "training")
+    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
+    team = make_team(args, env, "training")
+    eval_team = make_team(args, eval_env, "evaluation")
+    if args.tell_who:
+        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
+    learner = Learner(args, env, team.learner_seats.shape[1])
+    player = Player(learner.agents, team.learner_seats, explore=True)
+    runner = RolloutRunner(env, team, player, FIELDS, args.num_steps)
+    eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.agents, eval_team.learner_seats))
+    state = {"learner": learner, "runner": runner, "eval_runner": eval_runner}
+
+    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+        while run.in_progress():
+            # ALGO LOGIC: play a few steps of every match, learn from them (with team-mates: until all matches are over)
+            for rollout in runner.rollouts():
+                learner.learn(rollout, run.steps / args.total_timesteps)
+
+            steps, episodes = runner.counts.tolist()
+            run.count(steps, episodes)
+            if run.log_due() and episodes:
+                run.log(learner.metrics.pop())
+                run.log_episodes(*runner.results)
+            if run.evaluation_due():
+                run.log_evaluation(*eval_runner.evaluate(args.eval_episodes))
+            if run.save_due():
+                run.save()
+        run.finish(*eval_runner.evaluate(args.final_eval_episodes))
+    if args.capture_video:
+        video_env = make_env(args, 1, device, "video")
+        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")
