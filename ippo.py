@@ -52,7 +52,7 @@ class Args:
     final_eval_episodes: int = 512  # episodes of the last evaluation
     log_interval: float = 1.0  # seconds between lines of the log
 
-    learning_rate: float = 2e-3  # Adam's learning rate
+    learning_rate: float = 3e-3  # Adam's learning rate
     anneal_lr: bool = True  # whether it falls to 0 over the run
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of the advantages

@@ -12,8 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 import belief_iql
+import ippo
 import iql
 import liam_iql
+import mappo
 import mix_iql
 import naive_om_iql
 import omg_iql
@@ -32,10 +34,14 @@ MODEL_SCRIPTS = {  # one learner among others
     "belief_iql": belief_iql,
 }  # fmt: skip
 SCRIPTS = {**TEAM_SCRIPTS, **MODEL_SCRIPTS}
+POLICY_SCRIPTS = {"ippo": ippo, "mappo": mappo}  # policy gradients, without a replay buffer
+ALL_SCRIPTS = {**SCRIPTS, **POLICY_SCRIPTS}
 QUICK = {
     "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 600,
     "eval_interval": 300, "eval_episodes": 4, "final_eval_episodes": 6, "hidden_dim": 16, "log_interval": 0,
 }  # fmt: skip
+QUICK_POLICY = {key: QUICK[key] for key in QUICK if key not in ("batch_size", "buffer_size", "train_frequency")}
+QUICK_POLICY |= {"num_steps": 24, "update_epochs": 2, "num_minibatches": 2}
 NOT_TRAINED = {  # what a checkpoint has besides networks and arguments
     "optimizer": {}, "updates": 0, "resume": None,
     "progress": {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": True, "next_eval": 1},
@@ -44,11 +50,16 @@ QUICK_MODEL = {"pretrain_timesteps": 200, "pretrain_updates": 20}  # of omg_iql,
 QUICK_PRETRAINING = {"num_envs": 4, "batch_size": 4, **QUICK_MODEL}  # of pretrain_cvae
 
 
+def quick_options(name):
+    if name == "pretrain_cvae":
+        return QUICK_PRETRAINING
+    return QUICK_POLICY if name in POLICY_SCRIPTS else QUICK | (QUICK_MODEL if name == "omg_iql" else {})
+
+
 def command_line(name, folder, options):
     """The words of a command: options by name, booleans as flags, tuples as several words."""
     words = [str(ROOT / f"{name}.py")]
-    quick = QUICK_PRETRAINING if name == "pretrain_cvae" else QUICK | (QUICK_MODEL if name == "omg_iql" else {})
-    for key, value in {**quick, "run_root": folder, **options}.items():
+    for key, value in {**quick_options(name), "run_root": folder, **options}.items():
         option = key.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{'' if value else 'no-'}{option}")
@@ -94,15 +105,16 @@ def read_log(folder):
 
 
 def make_learner(name, env, args):
-    module = SCRIPTS[name]
-    return module.Learner(args, env, env.n_agents) if name == "qmix" else module.Learner(args, env)
+    with_seats = name == "qmix" or name in POLICY_SCRIPTS
+    return ALL_SCRIPTS[name].Learner(args, env, *[env.n_agents] * with_seats)
 
 
 def write_run(folder, name, env, seed=0, scale=3, **options):
     """The folder of a run that has learned nothing, with weights `scale` times as large as a new run's."""
     torch.manual_seed(seed)
     options = {"n_policies": 2, **options} if name == "belief_iql" else options
-    args = SCRIPTS[name].Args(**{"env_id": env.name, "seed": seed, **QUICK, **options})
+    quick = quick_options(name) if name in POLICY_SCRIPTS else QUICK
+    args = ALL_SCRIPTS[name].Args(**{"env_id": env.name, "seed": seed, **quick, **options})
     networks = make_learner(name, env, args).networks()
     content = {"algorithm": name, "env_id": args.env_id, "sizes": checkpoints.env_sizes(env), "args": asdict(args)}
     content["networks"] = {
@@ -128,12 +140,14 @@ class TinyGame:
         """(stages, 2, 2) numbers and next stages, -1 for the end"""
         self.payoff, self.following = torch.tensor(payoff, dtype=torch.float32), torch.tensor(following)
         self.num_envs, self.obs_dim, self.state_dim, self.episode_limit = num_envs, len(payoff), len(payoff), 2
+        self.agent_state_dim = self.obs_dim
         self.stage, self.actions = torch.zeros(num_envs, dtype=torch.long), torch.zeros(num_envs, 2, dtype=torch.long)
         self.obs, self.reward = torch.zeros(num_envs, 2, self.obs_dim), torch.zeros(num_envs, 2)
         yes = torch.zeros(num_envs, dtype=torch.bool)
         self.terminated, self.truncated = yes.clone(), yes.clone()
         self.info = {
             "state": torch.zeros(num_envs, self.state_dim),
+            "agent_state": self.obs,
             "avail": torch.ones(num_envs, 2, 2, dtype=torch.bool),
             "alive": torch.ones(num_envs, 2, dtype=torch.bool),
             "won": yes.clone(),
@@ -146,8 +160,8 @@ class TinyGame:
         self.obs.copy_(self.info["state"].unsqueeze(1).expand_as(self.obs))
         self.terminated.copy_(self.stage < 0)
 
-    def reset(self):
-        self.stage.zero_()
+    def reset(self, mask=None):
+        self.stage.masked_fill_(torch.ones_like(self.terminated) if mask is None else mask, 0)
         self.look()
         return self.obs, self.info
 

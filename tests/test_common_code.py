@@ -5,7 +5,7 @@ import difflib
 import functools
 
 import pytest
-from scripts import MODEL_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS
+from scripts import MODEL_SCRIPTS, POLICY_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS
 
 # the only names that may have different contents in two scripts
 OF_TEAM_SCRIPTS = {"FIELDS", "check_args", "Learner.__init__", "Learner.networks", "Learner.mix", "Learner.loss"}
@@ -15,13 +15,19 @@ OF_MODEL_SCRIPTS = {
     "Player.act", "Learner.__init__", "Learner.model_loss", "Learner.update", "Agents.forward",
 }  # fmt: skip
 OF_ALL_SCRIPTS = OF_TEAM_SCRIPTS | OF_MODEL_SCRIPTS | {"load_player"}
+OF_POLICY_SCRIPTS = {  # that they do not have in common with those that learn values
+    "FIELDS", "check_args", "load_player", "Args.num_envs", "Args.learning_rate", "Args.gamma",
+    "Args.max_grad_norm", "Args.hidden_dim", "Player.__init__", "Player.act", "Learner.__init__", "Learner.networks",
+    "Learner.learn", "Learner.loss", "Learner.update",
+}  # fmt: skip
 LINES = {
     "iql": 480, "vdn": 490, "qmix": 530, "naive_om_iql": 600, "liam_iql": 600, "mix_iql": 620, "belief_iql": 620,
-    "omg_iql": 850, "pretrain_cvae": 200, "evaluate": 420,
+    "ippo": 470, "mappo": 470, "omg_iql": 850, "pretrain_cvae": 200, "evaluate": 420,
 }  # fmt: skip
 CHANGED_LINES = {
     ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("iql", "naive_om_iql"): 250, ("naive_om_iql", "liam_iql"): 100,
     ("naive_om_iql", "omg_iql"): 400, ("liam_iql", "mix_iql"): 125, ("naive_om_iql", "belief_iql"): 110,
+    ("ippo", "mappo"): 20,
 }  # fmt: skip
 
 
@@ -75,6 +81,16 @@ def test_what_several_scripts_define_is_equal(names, may_differ):
     different = {key: list(found.values()) for key, found in versions.items() if len(found) > 1}
     assert {key: groups for key, groups in different.items() if key not in may_differ} == {}
     assert may_differ <= different.keys()  # no exception that is not needed
+
+
+def test_policy_gradients_share_the_code_of_the_others():
+    one, other = map(definitions, POLICY_SCRIPTS)
+    assert one.keys() == other.keys()
+    assert {key for key in one if one[key] != other[key]} == {"CRITIC_INPUT", "make_env"}
+    shared = {key for name in SCRIPTS for key in definitions(name).keys() & one.keys()}
+    equal = {key for key in shared if any(definitions(name).get(key) == one[key] for name in TEAM_SCRIPTS)}
+    assert {"make_team", "SharedGRU.forward", "cudnn_unroll", "lambda_returns", "gather_q", "Player.reset"} <= equal
+    assert shared - equal == OF_POLICY_SCRIPTS
 
 
 def test_options_of_the_pretraining_are_those_of_omg():

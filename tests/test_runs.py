@@ -22,7 +22,7 @@ import pytest
 import torch
 import tyro
 from PIL import Image
-from scripts import ROOT, SCRIPTS, TEAM_SCRIPTS, command_line, read_log, resume_file, stopped, train
+from scripts import ALL_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS, command_line, read_log, resume_file, stopped, train
 
 import envs
 import iql
@@ -764,10 +764,10 @@ def test_invalid_values_are_rejected_with_what_is_allowed(name, options, message
         SCRIPTS[name].check_args(SCRIPTS[name].Args(**options))
 
 
-@EVERY_SCRIPT
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
 def test_every_number_has_a_range(name):
     """But for the seed, and the number of agents, which the environment checks."""
-    module = SCRIPTS[name]
+    module = ALL_SCRIPTS[name]
     types = {field.name: {field.type, *get_args(field.type)} for field in fields(module.Args)}
     numbers = {key for key, found in types.items() if {int, float} & found}
     assert {"num_envs", "gamma", "time_limit"} <= numbers

@@ -1,0 +1,379 @@
+"""ippo.py and mappo.py: advantages and masks against plain loops, rollouts that go on, runs, what the critic sees."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scripts import POLICY_SCRIPTS, QUICK_POLICY, make_learner, matrix_game, read_log, stopped, train, write_run
+from test_runs import assert_same_run
+
+import envs
+from envs.episodes import EpisodeRunner, load_player
+from envs.rollouts import RolloutRunner
+from envs.team import Team
+
+STEPS, MATCHES, SEATS, ACTIONS, OBS, STATE = 12, 5, 3, 4, 6, 7
+EVERY_SCRIPT = pytest.mark.parametrize("name", POLICY_SCRIPTS)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def make_args(name, **options):
+    args = POLICY_SCRIPTS[name].Args(**{**QUICK_POLICY, **options})
+    POLICY_SCRIPTS[name].check_args(args)
+    return args
+
+
+def learner_of(name, team_reward=True, **options):
+    """A learner without an environment but for its sizes."""
+    env = SimpleNamespace(
+        n_agents=SEATS, n_actions=ACTIONS, obs_dim=OBS, agent_state_dim=STATE, device=torch.device("cpu"),
+        team_reward=team_reward, leaving_ends=not team_reward,
+    )  # fmt: skip
+    sizes = {"num_envs": MATCHES, "num_steps": STEPS, "num_minibatches": 1}
+    return make_learner(name, env, make_args(name, **sizes, **options))
+
+
+def make_rollout(seed=0, noise=1.0):
+    """Matches that end within a rollout: some start anew at once, the last two wait for its end behind their own."""
+    random = torch.Generator().manual_seed(seed)
+    shape = (STEPS, MATCHES, SEATS)
+    terminated = torch.rand(shape[:2], generator=random) < 0.15
+    truncated = (torch.rand(shape[:2], generator=random) < 0.15) & ~terminated
+    over = terminated | truncated
+    mask = torch.ones(shape[:2], dtype=torch.bool)
+    terminated[3:, 3], truncated[5, 4] = True, True
+    mask[4:, 3], mask[6:, 4] = False, False
+    over[:3, 3], over[3, 3], over[:5, 4], over[5, 4] = False, True, False, True
+    terminated[:3, 3], truncated[:4, 3], terminated[:6, 4], truncated[:5, 4] = False, False, False, False
+    alive, last_action, running = torch.zeros(*shape).bool(), torch.zeros(shape).long(), torch.ones(MATCHES, SEATS) > 0
+    action = torch.randint(ACTIONS, shape, generator=random)
+    next_alive = alive.clone()
+    for t in range(STEPS):
+        alive[t] = running
+        starts = over[t - 1].unsqueeze(1) if t else torch.zeros(MATCHES, 1) > 0
+        last_action[t] = torch.where(starts, -1, action[t - 1])
+        running = running & (torch.rand(running.shape, generator=random) < 0.9)
+        next_alive[t] = running
+        running = running | over[t].unsqueeze(1)
+    found = {"mask": mask, "terminated": terminated, "truncated": truncated, "action": action, "alive": alive}
+    found |= {"last_action": last_action, "next_alive": next_alive, "avail": torch.ones(*shape, ACTIONS).bool()}
+    for name, size in (("obs", OBS), ("agent_state", STATE)):
+        values = torch.randn((STEPS + 1, *shape[1:], size), generator=random)
+        final = torch.randn((STEPS, *shape[1:], size), generator=random)
+        found |= {name: values[:-1], f"next_{name}": torch.where(over[..., None, None], final, values[1:])}
+    found["log_prob"] = torch.randn(shape, generator=random) / 4 - 1.4
+    found["reward"] = torch.randn(shape, generator=random)
+    for name in ("obs", "agent_state", "reward", "next_obs", "next_agent_state"):
+        values = found[name]
+        values[~mask] = noise * torch.randn(values[~mask].shape, generator=random)
+    found |= {"seat": torch.arange(SEATS).repeat(1, MATCHES, 1), "h": torch.zeros(1, MATCHES, SEATS, 16)}
+    return found, over
+
+
+class ObservedValue:
+    """A critic whose value is the first number that it sees."""
+
+    def __call__(self, x, last_action, h, seat):
+        return x[..., :1], h.expand(*x.shape[:3], -1) if h.dim() == 3 else h
+
+    def statistics(self):
+        return torch.tensor(0.5), torch.tensor(2.0)
+
+    def update_statistics(self, returns, mask):
+        pass
+
+
+# ---- advantages and value targets ----
+@pytest.mark.parametrize("team_reward", [True, False])
+@EVERY_SCRIPT
+def test_advantages_and_targets_are_those_of_plain_loops(name, team_reward):
+    learner, (rollout, over) = learner_of(name, team_reward, death_mask=False), make_rollout()
+    learner.critic = ObservedValue()
+    learner.estimate(rollout)
+    gamma, gae_lambda, seen = learner.args.gamma, learner.args.gae_lambda, POLICY_SCRIPTS[name].CRITIC_INPUT
+    expected, entries = {}, []
+    for m in range(MATCHES):
+        for a in range(SEATS):
+            following = 0.0
+            for t in reversed(range(STEPS)):
+                left = not team_reward and not rollout["alive"][t, m, a]
+                if not rollout["mask"][t, m] or left:
+                    continue
+                value = 2 * rollout[seen][t, m, a, 0].item() + 0.5
+                next_value = 2 * rollout[f"next_{seen}"][t, m, a, 0].item() + 0.5
+                leaves = not team_reward and not rollout["next_alive"][t, m, a]
+                if rollout["terminated"][t, m] or leaves:
+                    next_value = 0.0
+                if over[t, m] or leaves or t == STEPS - 1:
+                    following = 0.0
+                following = (
+                    rollout["reward"][t, m, a].item() + gamma * next_value - value + gamma * gae_lambda * following
+                )
+                expected[t, m, a] = following, following + value
+                if rollout["alive"][t, m, a]:
+                    entries.append(following)
+    advantages = torch.tensor(entries)
+    mean, std = advantages.mean(), advantages.std(correction=0)
+    for entry, (advantage, target) in expected.items():
+        assert learner.estimates["target"][entry].item() == pytest.approx(target, abs=1e-4)
+        normalised = (advantage - mean) / (std + 1e-5)
+        assert learner.estimates["advantage"][entry].item() == pytest.approx(normalised.item(), abs=1e-4)
+    assert int(learner.estimates["value_mask"].sum()) == len(expected)
+    assert int(learner.estimates["policy_mask"].sum()) == len(entries) < MATCHES * STEPS * SEATS
+
+
+@EVERY_SCRIPT
+def test_what_is_behind_the_end_of_a_match_changes_nothing(name):
+    results = []
+    for noise in (0.0, 100.0):
+        torch.manual_seed(0)
+        learner, (rollout, _) = learner_of(name), make_rollout(noise=noise)
+        learner.learn(rollout, 0.0)
+        results.append(torch.cat([p.detach().flatten() for p in (*learner.parameters, learner.critic.moments)]))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-6)
+
+
+@EVERY_SCRIPT
+def test_targets_do_not_depend_on_value_normalisation(name):
+    learner, (rollout, _) = learner_of(name), make_rollout()
+    learner.estimate(rollout)
+    plain = {key: learner.estimates[key].clone() for key in ("target", "advantage")}
+    mean, std = learner.critic.statistics()
+    assert std > 0.1 and (mean, std) != (0, 1)
+    with torch.no_grad():  # the same values in other units
+        learner.critic.fc2.weight /= std
+        learner.critic.fc2.bias.sub_(mean).div_(std)
+    learner.critic_h.zero_()
+    learner.estimate(rollout)
+    for key, values in plain.items():
+        torch.testing.assert_close(learner.estimates[key], values, rtol=1e-4, atol=1e-4)
+
+
+def test_statistics_are_those_of_the_returns():
+    critic, returns = learner_of("ippo").critic, 3 + 2 * torch.randn(50, 40)
+    assert [x.item() for x in critic.statistics()] == [0, 1]
+    mask = torch.rand(50, 40) < 0.5
+    critic.update_statistics(torch.where(mask, returns, 1e6), mask)
+    mean, std = critic.statistics()
+    torch.testing.assert_close(mean, returns[mask].mean(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(std, returns[mask].std(correction=0), rtol=1e-3, atol=1e-3)
+
+
+# ---- masks ----
+@EVERY_SCRIPT
+def test_a_dead_agent_contributes_nothing_to_the_gradient_of_the_policy(name):
+    def gradient(**options):
+        torch.manual_seed(0)
+        learner, (rollout, _) = learner_of(name, **options), make_rollout()
+        learner.estimate(rollout)
+        obs = rollout["obs"].clone().requires_grad_()
+        learner.loss({**rollout, **learner.estimates, "obs": obs})[0].backward()
+        return obs.grad.abs().sum(-1) > 0
+
+    counted = make_rollout()[0]
+    alive, mask = counted["alive"], counted["mask"].unsqueeze(-1)
+    assert torch.equal(gradient(), alive & mask)
+    assert (gradient(policy_alive_mask=False) & ~alive & mask).any()
+
+
+@EVERY_SCRIPT
+def test_masks_of_the_critic(name):
+    """Its loss has the dead too, unless they are left out; with the death mask it sees nothing of them."""
+    seen, alive = POLICY_SCRIPTS[name].CRITIC_INPUT, make_rollout()[0]["alive"]
+    for options, masked, hidden in (({}, False, True), ({"value_alive_mask": True}, True, True),
+                                    ({"death_mask": False}, False, False)):  # fmt: skip
+        learner, (rollout, _) = learner_of(name, **options), make_rollout()
+        learner.estimate(rollout)
+        assert (learner.estimates["value_mask"] & ~alive).any() != masked
+        assert bool((learner.critic_input(rollout) == rollout[seen])[~alive].any()) != hidden
+        assert torch.equal(learner.critic_input(rollout)[alive], rollout[seen][alive])
+
+
+# ---- rollouts ----
+def make_runner(name, steps, team="self", seed=0, learner=None):
+    torch.manual_seed(seed)
+    args = make_args(name, num_steps=steps, num_envs=8, team=team)
+    module, env = POLICY_SCRIPTS[name], envs.make("3m", num_envs=8, seed=3, agent_state=True)
+    team = Team(env, team)
+    seats = team.learner_seats
+    learner = learner or module.Learner(args, env, seats.shape[1])
+    player = module.Player(learner.agents, seats, explore=True)
+    return RolloutRunner(env, team, player, module.FIELDS, steps), learner
+
+
+@EVERY_SCRIPT
+def test_the_ratio_is_1_before_the_first_update(name):
+    runner, learner = make_runner(name, 24)
+    torch.nn.init.orthogonal_(learner.agents.fc2.weight, 8.0)  # probabilities that differ
+    for _ in range(3):  # later ones start in the middle of matches
+        for rollout in runner.rollouts():
+            learner.estimate(rollout)
+            logs = learner.loss({**rollout, **learner.estimates})[1]
+            assert logs["losses/approx_kl"].abs() < 1e-6 and logs["losses/clip_fraction"] == 0
+            assert logs["losses/entropy"] < 1.5
+    assert (rollout["last_action"][1:] < 0).any() and not (rollout["last_action"][0] < 0).all()
+
+
+def test_the_next_rollout_goes_on_where_the_last_one_stopped():
+    long, learner = make_runner("ippo", 48)
+    short, _ = make_runner("ippo", 16, learner=learner)
+    torch.manual_seed(1)
+    expected = next(long.rollouts())
+    torch.manual_seed(1)
+    ended = 0
+    for part in range(3):
+        rollout, rows = next(short.rollouts()), slice(16 * part, 16 * part + 16)
+        ended += short.counts[1].item()
+        for name in ("obs", "action", "reward", "last_action", "terminated", "next_obs", "log_prob"):
+            assert torch.equal(rollout[name], expected[name][rows]), name
+    assert ended == long.counts[1].item() > 0 and long.counts[0].item() == 8 * 48
+    assert expected["mask"].all()
+
+
+def test_rows_of_a_rollout_follow_each_other():
+    runner, _ = make_runner("mappo", 48)
+    rollout = next(runner.rollouts())
+    over = rollout["terminated"] | rollout["truncated"]
+    assert over.any() and not over.all(0).any()
+    for seen in ("alive", "agent_state"):
+        if seen in rollout:
+            same = (rollout[seen][1:] == rollout[f"next_{seen}"][:-1]).flatten(2).all(-1)
+            assert same[~over[:-1]].all()
+            assert not same[over[:-1]].any() or seen == "alive"
+    begins = (rollout["last_action"][1:] < 0).all(-1)
+    assert torch.equal(begins, over[:-1])
+    assert torch.equal(rollout["last_action"][1:][~begins], rollout["action"][:-1][~begins])
+    returns, lengths, _, ended = runner.results
+    m = int(ended.nonzero()[0])
+    last = int(over[:, m].nonzero()[-1])
+    first = last + 1 - int(lengths[m])
+    torch.testing.assert_close(returns[m], rollout["reward"][first : last + 1, m].sum(0))
+
+
+def test_with_team_mates_a_round_is_played_to_its_end():
+    runner, _ = make_runner("ippo", 16, team="2nearest1learner")
+    for _ in range(2):
+        steps = sum(int(rollout["mask"].sum()) for rollout in runner.rollouts())
+        returns, lengths, _, ended = runner.results
+        assert ended.all() and returns.shape == (8, 1)
+        assert steps == runner.counts[0] == lengths.sum() and runner.counts[1] == 8
+    assert runner.rounds == 2
+
+
+# ---- learning and runs ----
+@EVERY_SCRIPT
+def test_it_finds_the_best_of_a_matrix_game(name):
+    args = make_args(name, num_envs=32, num_steps=8, num_minibatches=1, update_epochs=4, learning_rate=0.01)
+    env = matrix_game(32)
+    learner, team = make_learner(name, env, args), Team(env, "self")
+    player = POLICY_SCRIPTS[name].Player(learner.agents, team.learner_seats, explore=True)
+    runner = RolloutRunner(env, team, player, POLICY_SCRIPTS[name].FIELDS, 8)
+    for _ in range(15):
+        for rollout in runner.rollouts():
+            learner.learn(rollout, 0.0)
+    learner.metrics.check_finite()
+    greedy = EpisodeRunner(env, team, POLICY_SCRIPTS[name].Player(learner.agents, team.learner_seats))
+    assert float(greedy.evaluate(32)[0].mean()) == 6
+    assert learner.updates == 60
+
+
+@EVERY_SCRIPT
+def test_a_run_stopped_after_every_rollout_equals_one_that_was_not(name, complete_run, tmp_path):
+    folder, sessions = stopped(name, tmp_path), 1
+    while not (folder / "results.json").exists():
+        sessions += 1
+        try:
+            train(name, tmp_path, resume=folder, time_limit=1e-9)
+        except SystemExit as stop:
+            assert "stopped at step" in str(stop)
+    assert sessions > 3
+    assert_same_run(complete_run(name)["run"].folder, folder)
+    log = read_log(folder)
+    assert {"charts/win_rate", "losses/policy_loss", "losses/value_loss", "eval/win_rate"} <= log.keys()
+    assert "charts/epsilon" not in log
+
+
+def test_a_run_among_others_is_resumed_exactly(tmp_path):
+    env = envs.make("stag_hunt_4x4", num_envs=4)
+    pool = write_run(tmp_path / "iql", "iql", env)
+    options = {"env_id": env.name, "team": "1NH2iql1learner", "pool": [pool], "total_timesteps": 200, "encounter": 2}
+    whole = train("ippo", tmp_path / "whole", **options)["run"].folder
+    folder = stopped("ippo", tmp_path / "parts", **options)
+    train("ippo", tmp_path / "parts", resume=folder, **options)
+    assert_same_run(whole, folder)
+
+
+@EVERY_SCRIPT
+def test_a_run_plays_as_a_team_mate_as_it_plays_itself(name, tmp_path):
+    env = envs.make("3m", num_envs=6, agent_state=True)
+    run = write_run(tmp_path / name, name, env)
+    env = envs.make("3m", num_envs=6)
+    team = Team(env, f"2{name}1learner", pool=[str(run)])
+    seats = torch.arange(3).repeat(6, 1)
+    own = EpisodeRunner(env, Team(env, "self"), load_player(run, env, seats))
+    env.reset()
+    last_action = torch.full((6, 3), -1)
+    for _ in range(20):
+        action = own.policy()
+        assert torch.equal(team.joint_action(team.select(action), last_action), action)
+        last_action = action.clone()
+        env.step(action)
+
+
+@EVERY_SCRIPT
+def test_the_real_game_is_rejected(name):
+    with pytest.raises(SystemExit, match="--env-id sc2/3m: this script plays simulated matches"):
+        make_args(name, env_id="sc2/3m")
+
+
+def test_minibatches_divide_the_matches():
+    with pytest.raises(SystemExit, match="--num-minibatches divides --num-envs 10, not 4"):
+        make_args("ippo", num_envs=10, num_minibatches=4)
+
+
+# ---- what the critic of mappo.py sees ----
+@pytest.mark.parametrize("env_id", ["3m", "2s3z", "MMM"])
+def test_the_state_of_an_agent_in_a_battle(env_id):
+    """Every unit once, in columns as in the state, with its place from the agent: itself, other allies, enemies."""
+    env = envs.make(env_id, num_envs=3, seed=2, agent_state=True, check=False)
+    env.reset()
+    while env.info["alive"].all():
+        env.step(env.scripted_actions("nearest"))
+    info, units, agents = env.info, env.units(), env.n_agents
+    assert "agent_state" not in envs.make(env_id).info and info["agent_state"].shape == (3, agents, env.agent_state_dim)
+    rule = env._rule
+    width, enemy_width = 4 + rule.ally_shield + rule.types, 3 + rule.enemy_shield + rule.types
+    for m in range(3):
+        state = info["state"][m]
+        for a in range(agents):
+            if not info["alive"][m, a]:
+                assert not info["agent_state"][m, a].any()
+                continue
+            order = [a, *(b for b in range(agents) if b != a)]
+            view = []
+            for u in (*order, *range(agents, agents + env.n_enemies)):
+                x, y = (float(units[axis][m, u] - units[axis][m, a]) / 9 for axis in "xy")
+                distance = (x * x + y * y) ** 0.5
+                living = bool(units["health"][m, u] > 0)
+                view += [distance, x, y, float(distance < 1)] if living else [0.0] * 4
+            expected = [state[b * width : (b + 1) * width] for b in order]
+            expected += [torch.tensor(view), state[agents * width : agents * width + env.n_enemies * enemy_width]]
+            last_actions = state[rule.state_units :].view(agents, -1)
+            expected += [last_actions[order].flatten(), info["avail"][m, a].float()]
+            torch.testing.assert_close(info["agent_state"][m, a], torch.cat(expected))
+    env.restore(env.snapshot())
+    torch.testing.assert_close(env.info["agent_state"][m, a], torch.cat(expected) * info["alive"][m, a])
+
+
+@pytest.mark.parametrize("env_id", ["stag_hunt_4x4", "kuhn", "3m,obs_instead_of_state=True"])
+def test_the_state_of_an_agent_elsewhere_is_state_and_observation(env_id):
+    env = envs.make(env_id, num_envs=3, agent_state=True)
+    obs, info = env.reset()
+    obs, *_, info = env.step(env.scripted_actions(env.policies[0]))
+    for a in range(env.n_agents):
+        assert torch.equal(info["agent_state"][:, a], torch.cat((info["state"], obs[:, a]), 1))
