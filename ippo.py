@@ -56,6 +56,7 @@ class Args:
     anneal_lr: bool = True  # whether it falls to 0 over the run
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of the advantages
+    bootstrap_truncated: bool = True  # whether the value of what was cut off by the time limit counts
     num_steps: int = 32  # steps of each match between two rounds of learning
     update_epochs: int | None = None  # passes over these steps (default: 2, CPU 4)
     num_minibatches: int | None = None  # parts of a pass, by matches, one for each update (default: 8, CPU 4)
@@ -355,6 +356,8 @@ class Learner:
         next_value = next_output.view_as(output).squeeze(-1) * std + mean
         mask, alive = rollout["mask"].unsqueeze(-1).expand_as(value), rollout["alive"]
         terminated, truncated = rollout["terminated"].unsqueeze(-1), rollout["truncated"].unsqueeze(-1).clone()
+        if not self.args.bootstrap_truncated:
+            terminated = terminated | truncated
         truncated[-1] = True  # here the rollout ends: the next value stands for all that follows
         if self.env.leaving_ends:  # an agent's own game ends when it leaves
             mask = mask & alive

@@ -268,6 +268,8 @@ class Battle(Batch):
             "waypoints": np.zeros((1, 1, 1), np.int16) if waypoints is None else waypoints,
         }
         self._constant = {key: torch.as_tensor(value).to(self.device) for key, value in constant.items()}
+        numbers = torch.arange(allies) - allies * torch.eye(allies, dtype=torch.long)
+        self._own_first = numbers.argsort(1).to(self.device)  # (agents, agents): oneself, then the others
         tensors = {**self._tensors(), **self._constant}
         game = Game(**{key: vector.view(tensor) for key, tensor in tensors.items()})
         staged = vector.Staged(run_one, world_of, KEPT_REAL, KEPT_WHOLE, max(obs_dim, state_units))
@@ -329,8 +331,7 @@ class Battle(Batch):
         offset = (place.unsqueeze(1) - place[:, :agents].unsqueeze(2)) / float(SIGHT)  # (matches, agents, units, 2)
         distance = offset.square().sum(-1, keepdim=True).sqrt()
         view = torch.cat((distance, offset, distance < 1), -1) * (health > 0).view(len(health), 1, -1, 1)
-        own_first = torch.arange(agents, device=self.device) - torch.eye(agents, device=self.device).long() * agents
-        order = own_first.argsort(1)  # (agents, agents): oneself, then the others
+        order = self._own_first
         view_of_allies = view[:, :, :agents].gather(2, order.view(1, agents, agents, 1).expand(len(view), -1, -1, 4))
         ally_columns = agents * (4 + rule.ally_shield + rule.types)
         action_columns = agents * self.n_actions * rule.state_actions

@@ -12,6 +12,7 @@ others, and `rollouts()` goes on to the end of the round.
 
 import torch
 
+from envs.batch import memory_of
 from envs.episodes import EpisodeRunner, Graphed
 
 
@@ -30,7 +31,11 @@ class RolloutRunner(EpisodeRunner):
         ends = {"terminated": env.terminated, "truncated": env.terminated}
         values = self._before() | self._fields(action=env.actions, reward=env.reward, **ends) | self._after()
         values |= self.outputs
-        self.rollout = {name: values[name].new_zeros((steps, *values[name].shape)) for name in ("reward", *fields)}
+        names = dict.fromkeys(("reward", *fields))
+        needed = steps * sum(values[name].nbytes for name in names)
+        if needed > memory_of(env.device):
+            raise MemoryError(f"{steps} steps of {env.num_envs} matches take {needed / 2**30:.0f} GiB: play fewer")
+        self.rollout = {name: values[name].new_zeros((steps, *values[name].shape)) for name in names}
         self.rollout |= {"seat": team.learner_seats.unsqueeze(0), "h": torch.zeros_like(player.h).unsqueeze(0)}
         self.play_rollout = Graphed(self._play_rollout, env.device)
 

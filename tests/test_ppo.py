@@ -89,10 +89,11 @@ class ObservedValue:
 
 
 # ---- advantages and value targets ----
-@pytest.mark.parametrize("team_reward", [True, False])
+@pytest.mark.parametrize(("team_reward", "bootstrap"), [(True, True), (False, True), (True, False)])
 @EVERY_SCRIPT
-def test_advantages_and_targets_are_those_of_plain_loops(name, team_reward):
-    learner, (rollout, over) = learner_of(name, team_reward, death_mask=False), make_rollout()
+def test_advantages_and_targets_are_those_of_plain_loops(name, team_reward, bootstrap):
+    learner = learner_of(name, team_reward, death_mask=False, bootstrap_truncated=bootstrap)
+    rollout, over = make_rollout()
     learner.critic = ObservedValue()
     learner.estimate(rollout)
     gamma, gae_lambda, seen = learner.args.gamma, learner.args.gae_lambda, POLICY_SCRIPTS[name].CRITIC_INPUT
@@ -107,7 +108,7 @@ def test_advantages_and_targets_are_those_of_plain_loops(name, team_reward):
                 value = 2 * rollout[seen][t, m, a, 0].item() + 0.5
                 next_value = 2 * rollout[f"next_{seen}"][t, m, a, 0].item() + 0.5
                 leaves = not team_reward and not rollout["next_alive"][t, m, a]
-                if rollout["terminated"][t, m] or leaves:
+                if rollout["terminated"][t, m] or leaves or (rollout["truncated"][t, m] and not bootstrap):
                     next_value = 0.0
                 if over[t, m] or leaves or t == STEPS - 1:
                     following = 0.0
@@ -192,6 +193,25 @@ def test_masks_of_the_critic(name):
         assert (learner.estimates["value_mask"] & ~alive).any() != masked
         assert bool((learner.critic_input(rollout) == rollout[seen])[~alive].any()) != hidden
         assert torch.equal(learner.critic_input(rollout)[alive], rollout[seen][alive])
+
+
+# ---- memory ----
+@EVERY_SCRIPT
+def test_nothing_of_the_last_match_gets_into_the_next(name):
+    learner, (rollout, _) = learner_of(name), make_rollout()
+    closed = learner.agents.rnn.weight_ih_l0[:32, -1]
+    learner.learn(rollout, 0.0)
+    assert (closed == -1e4).all()  # it gets no gradient
+    x, last_action, seat = rollout["obs"], rollout["last_action"].clamp(min=0), rollout["seat"][0]
+    last_action[4] = -1
+    for network in (learner.agents, learner_of(name, recurrence=False).agents):
+        outputs = []
+        for other in (x, torch.cat((torch.randn_like(x[:4]), x[4:]))):
+            h = torch.randn(MATCHES, SEATS, 16)
+            outputs.append(network(other, last_action, h, seat)[0])
+        assert torch.equal(outputs[0][4:], outputs[1][4:]) and not torch.equal(outputs[0][:4], outputs[1][:4])
+    alone = network(x[7:8], last_action[7:8], h, seat)[0]  # without recurrence: of the present alone
+    torch.testing.assert_close(alone[0], outputs[0][7])
 
 
 # ---- rollouts ----
