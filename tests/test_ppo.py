@@ -214,6 +214,25 @@ def test_nothing_of_the_last_match_gets_into_the_next(name):
     torch.testing.assert_close(alone[0], outputs[0][7])
 
 
+@EVERY_SCRIPT
+def test_an_update_that_is_not_finite_is_skipped_and_reported(name):
+    learner, (rollout, _) = learner_of(name), make_rollout()
+    learner.learn(rollout, 0.0)
+    before = [p.detach().clone() for p in learner.parameters]
+    rollout["reward"][0, 2] = float("inf")
+    learner.learn(rollout, 0.0)
+    assert all(map(torch.equal, before, learner.parameters))
+    with pytest.raises(FloatingPointError, match="losses/policy_loss was not finite"):
+        learner.metrics.pop()
+
+
+def test_the_learning_rate_falls_to_0():
+    for anneal_lr, expected in ((True, 0.25), (False, 1.0)):
+        learner, (rollout, _) = learner_of("ippo", anneal_lr=anneal_lr, learning_rate=1.0), make_rollout()
+        learner.learn(rollout, 0.75)
+        assert learner.optimizer.param_groups[0]["lr"].item() == expected
+
+
 # ---- rollouts ----
 def make_runner(name, steps, team="self", seed=0, learner=None):
     torch.manual_seed(seed)
