@@ -325,7 +325,8 @@ class Batch:
         def blank(dtype, *shape):
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
-        numbers = num_envs * (self.n_agents * (self.obs_dim + self.n_actions) + self.state_dim)
+        of_agent = self.obs_dim + self.n_actions + (self.agent_state_dim if agent_state else 0)
+        numbers = num_envs * (self.n_agents * of_agent + self.state_dim)
         numbers += sum(math.prod(shape) for _, shape in simulation.values())
         if numbers * 4 > memory_of(self.device):
             gigabytes = f"{numbers * 4 / 1e9:.3g} GB, and there are {memory_of(self.device) / 1e9:.3g}"
