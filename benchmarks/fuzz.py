@@ -237,10 +237,11 @@ def api(seed):
 TINY = {
     "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 300, "time_limit": 2.0,
     "eval_interval": 150, "eval_episodes": 4, "final_eval_episodes": 4, "hidden_dim": 8, "log_interval": 0.0,
-    "pretrain_timesteps": 100, "pretrain_updates": 3, "latent_dim": 4, "episodes": 3, "seeds": 1,
+    "pretrain_timesteps": 100, "pretrain_updates": 3, "latent_dim": 4, "episodes": 3, "seeds": 1, "num_steps": 16,
+    "update_epochs": 2, "num_minibatches": 2,
 }  # fmt: skip
-SCRIPTS = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql", "pretrain_cvae",
-           "evaluate", "play", "sweep")  # fmt: skip
+SCRIPTS = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql", "ippo",
+           "mappo", "pretrain_cvae", "evaluate", "play", "sweep")  # fmt: skip
 TINY_IDS = ("3m", "stag_hunt_4x4", "Foraging-5x5-2p-1f-v3", "simple_tag", "popp", "kuhn", "matrix_ipd", "coin_game")
 WORDS = (
     "", "x", "-", "--", "a b", "3m", "8m", "../x", "..", "/dev/null", "/proc/nothing", "*", "[", "x" * 300, "\u2603",
@@ -356,7 +357,8 @@ def originals():
     """The files of small runs, made in the current folder: name -> bytes."""
     env = envs.make("3m", num_envs=2)
     folders = {}
-    for name, script, limit in (("learned", "iql", None), ("stopped", "iql", 1e-9), ("subgoals", "omg_iql", 1e-9)):
+    made = (("learned", "iql", None), ("stopped", "iql", 1e-9), ("subgoals", "omg_iql", 1e-9), ("policy", "ippo", 1e-9))
+    for name, script, limit in made:
         options = {**TINY, "time_limit": limit, "env_id": "3m", "run_root": f"made_{name}"}
         options = {key: value for key, value in options.items() if value is not None}
         result = run_script(script, words_of(options, module_of(script).Args), 600.0)
@@ -414,7 +416,7 @@ def read_by(rng, name, folder):
     if name == "vae":
         args = omg_iql.Args(env_id="3m", latent_dim=4, vae=str(folder / "vae.pt"))
         return "--vae", lambda: omg_iql.load_vae(args, env, omg_iql.OpponentModel(args, env))
-    script = "omg_iql" if name == "subgoals" else "iql"
+    script = {"subgoals": "omg_iql", "policy": "ippo"}.get(name, "iql")
     kind = rng.integers(4)
     if kind == 0:
         return "load_runner", lambda: load_runner(folder, env).play()

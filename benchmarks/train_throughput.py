@@ -6,7 +6,8 @@ python benchmarks/train_throughput.py --scripts qmix --ids 8m --cuda
 
 Every row runs a script for some seconds and leaves out the start, which compiles and captures. Actions stay random, so
 that the length of matches does not depend on what was learned. Nothing is evaluated. The replay ratio is how many
-samples are learned from for each step that is played.
+samples are learned from for each step that is played: of ippo and mappo the passes over a rollout, whose batches are
+some steps of as many matches.
 """
 
 import re
@@ -25,7 +26,7 @@ from envs import checkpoints
 ROOT = Path(__file__).parent.parent
 NEVER = "1000000000000"  # steps that no row gets to
 
-SCRIPTS = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql")
+SCRIPTS = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql", "ippo", "mappo")
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Args:
     cuda: bool = False  # use the GPU
     replay_ratio: float | None = None  # samples learned from for each step played (default: as the script has it)
     num_envs: int | None = None  # matches at a time (default: as the script has it)
-    batch_size: int | None = None  # episodes in an update (default: as the script has it)
+    batch_size: int | None = None  # episodes or matches in an update (default: as the script has it)
     warmup: float = 10.0  # seconds left out, from the first line of the log on
     seconds: float = 20.0  # seconds that count
 
@@ -45,12 +46,22 @@ def settings(script, env_id, args):
     module = checkpoints.load_script(script)
     defaults = module.Args(env_id=env_id, cuda=args.cuda)
     module.check_args(defaults)
-    every, matches = defaults.train_frequency, args.num_envs or defaults.num_envs
+    matches = args.num_envs or defaults.num_envs
+    if has_rollouts(script):
+        batch = min(args.batch_size or matches // defaults.num_minibatches, matches)
+        ratio = defaults.update_epochs if args.replay_ratio is None else max(round(args.replay_ratio), 1)
+        return matches, batch * defaults.num_steps // ratio, batch, ratio
+    every = defaults.train_frequency
     batch = args.batch_size or defaults.batch_size
     samples = batch * random_length(env_id)  # of an update
     if args.replay_ratio is not None:
         every = max(round(samples / args.replay_ratio), 1)
     return matches, every, batch, samples / every
+
+
+def has_rollouts(script):
+    """Whether it learns from the steps it has just played, not from a replay buffer."""
+    return "update_epochs" in checkpoints.load_script(script).Args.__dataclass_fields__
 
 
 def random_length(env_id):
@@ -65,13 +76,17 @@ def random_length(env_id):
     return steps / env.num_envs
 
 
-def throughput(script, env_id, matches, every, batch, args):
+def throughput(script, env_id, matches, every, batch, ratio, args):
     """Steps a second, from the lines of the log after the warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / f"{script}.py"), "--env-id", env_id, "--run-root", folder]
-        command += ["--num-envs", str(matches), "--train-frequency", str(every), "--batch-size", str(batch)]
-        command += ["--total-timesteps", NEVER, "--eval-interval", NEVER]
-        command += ["--checkpoint-interval", NEVER, "--no-save-buffer", *["--cuda"] * args.cuda]
+        command += ["--num-envs", str(matches), "--total-timesteps", NEVER, "--eval-interval", NEVER]
+        command += ["--checkpoint-interval", NEVER, *["--cuda"] * args.cuda]
+        if has_rollouts(script):
+            command += ["--num-minibatches", str(matches // batch), "--update-epochs", str(ratio)]
+            command += ["--learning-rate", "1e-30"]  # its policy stays random
+        else:
+            command += ["--train-frequency", str(every), "--batch-size", str(batch), "--no-save-buffer"]
         if "pretrain_updates" in checkpoints.load_script(script).Args.__dataclass_fields__:
             command += ["--pretrain-timesteps", "1", "--pretrain-updates", "1"]
         run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -98,6 +113,6 @@ if __name__ == "__main__":
     for env_id in args.ids:
         for script in args.scripts:
             matches, every, batch, ratio = settings(script, env_id, args)
-            rate = throughput(script, env_id, matches, every, batch, args)
+            rate = throughput(script, env_id, matches, every, batch, ratio, args)
             row = f"{matches:8} {every:8} {batch:6} {ratio:6.2f} {rate:10,.0f} {rate * ratio:11,.0f}"
             print(f"{script:12} {env_id:14} {row}", flush=True)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from scripts import ROOT, SCRIPTS
+from scripts import POLICY_SCRIPTS, ROOT, SCRIPTS
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import difficulty
@@ -61,3 +61,15 @@ def test_settings_are_by_default_those_of_the_script(name, monkeypatch):
     matches, every, batch, ratio = train_throughput.settings(name, "8m", train_throughput.Args())
     assert (matches, every, batch) == (args.num_envs, args.train_frequency, args.batch_size)
     assert ratio == batch * 25 / every
+
+
+@pytest.mark.parametrize("name", POLICY_SCRIPTS)
+def test_settings_of_rollouts(name):
+    """A batch is some steps of as many matches; the replay ratio is the number of passes."""
+    args = POLICY_SCRIPTS[name].Args(env_id="8m")
+    POLICY_SCRIPTS[name].check_args(args)
+    matches, every, batch, ratio = train_throughput.settings(name, "8m", train_throughput.Args())
+    assert (matches, batch, ratio) == (args.num_envs, args.num_envs // args.num_minibatches, args.update_epochs)
+    assert every == matches * args.num_steps / (args.update_epochs * args.num_minibatches)
+    given = train_throughput.Args(replay_ratio=16, num_envs=256, batch_size=512)
+    assert train_throughput.settings(name, "8m", given) == (256, 256 * args.num_steps // 16, 256, 16)
