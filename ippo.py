@@ -288,8 +288,8 @@ class Player:
         log_probs = log_softmax(logits[0], inputs.avail)
         if not self.explore:
             return log_probs.argmax(-1)
-        gumbel = -torch.log(-torch.log(torch.rand_like(log_probs)))
-        action = (log_probs + gumbel).argmax(-1)
+        noise = torch.rand_like(log_probs).clamp(min=1e-20)  # a 0 would rule out the only available action
+        action = (log_probs - torch.log(-torch.log(noise))).argmax(-1)
         self.outputs["log_prob"].copy_(gather_q(log_probs, action))
         return action
 
@@ -326,7 +326,7 @@ class Learner:
         self.graphed_estimate(rollout)
         self.learning_rate.fill_(self.args.learning_rate * (1 - progress * self.args.anneal_lr))
         self.optimizer.param_groups[0]["lr"] = self.learning_rate
-        data = rollout | self.estimates
+        data = {name: values for name, values in rollout.items() if not name.startswith("next_")} | self.estimates
         for _ in range(self.args.update_epochs):
             order = torch.randperm(self.args.num_envs).to(self.env.device)
             for matches in order.chunk(self.args.num_minibatches):
@@ -400,7 +400,8 @@ class Learner:
         logs = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropy}
         logs["losses/approx_kl"] = masked_mean(ratio - 1 - log_ratio, mask)
         logs["losses/clip_fraction"] = masked_mean(((ratio - 1).abs() > clip).float(), mask)
-        return policy_loss - self.args.ent_coef * entropy + value_loss, logs
+        share = batch["mask"].float().mean()  # of matches that do not wait: no step played counts more than another
+        return share * (policy_loss - self.args.ent_coef * entropy + value_loss), logs
 
     def update(self, batch):
         loss, logs = self.loss(batch)

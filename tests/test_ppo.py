@@ -1,5 +1,6 @@
 """ippo.py and mappo.py: advantages and masks against plain loops, rollouts that go on, runs, what the critic sees."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,14 @@ from scripts import POLICY_SCRIPTS, QUICK_POLICY, make_learner, matrix_game, rea
 from test_runs import assert_same_run
 
 import envs
-from envs.episodes import EpisodeRunner, load_player
+from envs.episodes import EpisodeRunner, Inputs, load_player
 from envs.rollouts import RolloutRunner
 from envs.team import Team
 
 STEPS, MATCHES, SEATS, ACTIONS, OBS, STATE = 12, 5, 3, 4, 6, 7
 EVERY_SCRIPT = pytest.mark.parametrize("name", POLICY_SCRIPTS)
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
+EVERY_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -28,13 +31,13 @@ def make_args(name, **options):
     return args
 
 
-def learner_of(name, team_reward=True, **options):
+def learner_of(name, team_reward=True, device="cpu", **options):
     """A learner without an environment but for its sizes."""
     env = SimpleNamespace(
-        n_agents=SEATS, n_actions=ACTIONS, obs_dim=OBS, agent_state_dim=STATE, device=torch.device("cpu"),
+        n_agents=SEATS, n_actions=ACTIONS, obs_dim=OBS, agent_state_dim=STATE, device=torch.device(device),
         team_reward=team_reward, leaving_ends=not team_reward,
     )  # fmt: skip
-    sizes = {"num_envs": MATCHES, "num_steps": STEPS, "num_minibatches": 1}
+    sizes = {"num_envs": MATCHES, "num_steps": STEPS, "num_minibatches": 1, "cuda": device == "cuda"}
     return make_learner(name, env, make_args(name, **sizes, **options))
 
 
@@ -195,6 +198,17 @@ def test_masks_of_the_critic(name):
         assert torch.equal(learner.critic_input(rollout)[alive], rollout[seen][alive])
 
 
+@EVERY_SCRIPT
+def test_no_step_counts_more_because_other_matches_wait(name):
+    """The loss of a rollout is the mean of those of its matches, however long each of them ran."""
+    learner, (rollout, _) = learner_of(name, policy_alive_mask=False), make_rollout()
+    learner.estimate(rollout)
+    batch = {**rollout, **learner.estimates}
+    parts = [learner.loss({key: values[:, m : m + 1] for key, values in batch.items()})[0] for m in range(MATCHES)]
+    torch.testing.assert_close(torch.stack(parts).mean(), learner.loss(batch)[0])
+    assert not rollout["mask"].all()
+
+
 # ---- memory ----
 @EVERY_SCRIPT
 def test_nothing_of_the_last_match_gets_into_the_next(name):
@@ -214,16 +228,34 @@ def test_nothing_of_the_last_match_gets_into_the_next(name):
     torch.testing.assert_close(alone[0], outputs[0][7])
 
 
+@EVERY_DEVICE
 @EVERY_SCRIPT
-def test_an_update_that_is_not_finite_is_skipped_and_reported(name):
-    learner, (rollout, _) = learner_of(name), make_rollout()
-    learner.learn(rollout, 0.0)
+def test_an_update_that_is_not_finite_is_skipped_and_reported(name, device):
+    learner = learner_of(name, device=device)
+    rollout = {key: values.to(device) for key, values in make_rollout()[0].items()}
+    for _ in range(2):  # on the GPU: as it is, then as a graph
+        learner.learn(rollout, 0.0)
     before = [p.detach().clone() for p in learner.parameters]
     rollout["reward"][0, 2] = float("inf")
     learner.learn(rollout, 0.0)
     assert all(map(torch.equal, before, learner.parameters))
     with pytest.raises(FloatingPointError, match="losses/policy_loss was not finite"):
         learner.metrics.pop()
+
+
+@needs_cuda
+@EVERY_SCRIPT
+def test_captured_updates_are_those_of_plain_ones(name):
+    rollout, weights = {key: values.to("cuda") for key, values in make_rollout()[0].items()}, []
+    for captured in (True, False):
+        torch.manual_seed(0)
+        learner = learner_of(name, device="cuda")
+        learner.graphed_estimate.capture = learner.graphed_update.capture = captured
+        for progress in (0.0, 0.3, 0.6, 0.9):
+            learner.learn(rollout, progress)
+        assert bool(learner.graphed_estimate.graphs) == bool(learner.graphed_update.graphs) == captured
+        weights.append([*learner.parameters, learner.critic.moments, learner.critic_h])
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 
 def test_the_learning_rate_falls_to_0():
@@ -234,10 +266,10 @@ def test_the_learning_rate_falls_to_0():
 
 
 # ---- rollouts ----
-def make_runner(name, steps, team="self", seed=0, learner=None):
+def make_runner(name, steps, team="self", seed=0, learner=None, device="cpu", **options):
     torch.manual_seed(seed)
-    args = make_args(name, num_steps=steps, num_envs=8, team=team)
-    module, env = POLICY_SCRIPTS[name], envs.make("3m", num_envs=8, seed=3, agent_state=True)
+    args = make_args(name, num_steps=steps, num_envs=8, team=team, cuda=device == "cuda", **options)
+    module, env = POLICY_SCRIPTS[name], envs.make("3m", num_envs=8, seed=3, device=device, agent_state=True)
     team = Team(env, team)
     seats = team.learner_seats
     learner = learner or module.Learner(args, env, seats.shape[1])
@@ -245,17 +277,51 @@ def make_runner(name, steps, team="self", seed=0, learner=None):
     return RolloutRunner(env, team, player, module.FIELDS, steps), learner
 
 
+@EVERY_DEVICE
 @EVERY_SCRIPT
-def test_the_ratio_is_1_before_the_first_update(name):
-    runner, learner = make_runner(name, 24)
+def test_the_ratio_is_1_before_the_first_update(name, device):
+    runner, learner = make_runner(name, 24, device=device)
+    tolerance = 1e-6 if device == "cpu" else 1e-4  # there a step and a sequence are different kernels
     torch.nn.init.orthogonal_(learner.agents.fc2.weight, 8.0)  # probabilities that differ
     for _ in range(3):  # later ones start in the middle of matches
         for rollout in runner.rollouts():
             learner.estimate(rollout)
             logs = learner.loss({**rollout, **learner.estimates})[1]
-            assert logs["losses/approx_kl"].abs() < 1e-6 and logs["losses/clip_fraction"] == 0
+            assert logs["losses/approx_kl"].abs() < tolerance and logs["losses/clip_fraction"] == 0
             assert logs["losses/entropy"] < 1.5
     assert (rollout["last_action"][1:] < 0).any() and not (rollout["last_action"][0] < 0).all()
+
+
+@EVERY_DEVICE
+@EVERY_SCRIPT
+def test_the_next_value_is_that_of_the_next_row(name, device):
+    """In the next rollout too: the critic remembers what the policy remembers. But not where a match has ended."""
+    runner, learner = make_runner(name, 24, device=device, gae_lambda=0.0, value_norm=False)
+    torch.nn.init.orthogonal_(learner.critic.fc2.weight, 8.0)
+    found = []
+    for _ in range(3):
+        rollout = next(runner.rollouts())
+        learner.estimate(rollout)
+        parts = {**rollout, **learner.estimates, "over": rollout["terminated"] | rollout["truncated"]}
+        found.append({key: parts[key].clone() for key in ("reward", "target", "value", "over", "terminated")})
+    reward, target, value, over, terminated = (torch.cat([part[key] for part in found]) for key in found[0])
+    next_value = (target - reward)[:-1] / learner.args.gamma
+    tolerance = 1e-4 if device == "cpu" else 1e-2
+    torch.testing.assert_close(next_value[~over[:-1]], value[1:][~over[:-1]], rtol=tolerance, atol=tolerance)
+    assert over.any() and terminated.any() and not next_value[terminated[:-1]].any()
+
+
+@EVERY_SCRIPT
+def test_only_available_actions_are_drawn_whatever_the_random_numbers(name, monkeypatch):
+    learner = learner_of(name)
+    player = POLICY_SCRIPTS[name].Player(learner.agents, torch.zeros(MATCHES, SEATS).long(), explore=True)
+    avail = torch.arange(ACTIONS) == torch.arange(MATCHES * SEATS).view(MATCHES, SEATS, 1) % ACTIONS
+    last_action = torch.zeros(MATCHES, SEATS).long()
+    inputs = Inputs(torch.randn(MATCHES, SEATS, OBS), avail, last_action, last_action, last_action)
+    for noise in (0.0, 0.5, 1 - 2**-24):
+        monkeypatch.setattr(torch, "rand_like", lambda like, noise=noise: torch.full_like(like, noise))
+        assert torch.equal(player.act(inputs, 0.0), avail.long().argmax(-1))
+        assert player.outputs["log_prob"].abs().max() < 1e-6
 
 
 def test_the_next_rollout_goes_on_where_the_last_one_stopped():
@@ -341,10 +407,24 @@ def test_a_run_among_others_is_resumed_exactly(tmp_path):
     env = envs.make("stag_hunt_4x4", num_envs=4)
     pool = write_run(tmp_path / "iql", "iql", env)
     options = {"env_id": env.name, "team": "1NH2iql1learner", "pool": [pool], "total_timesteps": 200, "encounter": 2}
+    options |= {"teammate_epsilon": (0.1, 0.5), "checkpoint_at": (0.5, 1)}
     whole = train("ippo", tmp_path / "whole", **options)["run"].folder
+    assert {path.name for path in whole.glob("at-*")} == {"at-0.5", "at-1"}
+    Team(env, "3ippo1learner", pool=[whole / "at-0.5"])  # a copy is a run that others play with
     folder = stopped("ippo", tmp_path / "parts", **options)
     train("ippo", tmp_path / "parts", resume=folder, **options)
     assert_same_run(whole, folder)
+
+
+@needs_cuda
+@pytest.mark.parametrize(("env_id", "team"), [("3m", "self"), ("stag_hunt_4x4", "scripted")])
+@EVERY_SCRIPT
+def test_a_run_on_the_gpu_is_captured_and_repeats_exactly(name, env_id, team, tmp_path):
+    options = {"env_id": env_id, "team": team, "cuda": True, "total_timesteps": 1500, "final_eval_episodes": 16}
+    options["teammate_epsilon"] = (0.1, 0.5) if team == "scripted" else 0.0
+    one, other = (train(name, tmp_path / folder, **options)["run"].folder for folder in ("a", "b"))
+    found, again = (json.loads((folder / "results.json").read_text()) for folder in (one, other))
+    assert found["complete"] and found["args"]["cuda"] and found["final"] == again["final"]
 
 
 @EVERY_SCRIPT
@@ -370,7 +450,9 @@ def test_the_real_game_is_rejected(name):
         make_args(name, env_id="sc2/3m")
 
 
-def test_minibatches_divide_the_matches():
+def test_sizes_that_are_refused():
+    with pytest.raises(SystemExit, match="--update-epochs is at most 8192, not 1000000000000"):
+        make_args("ippo", update_epochs=10**12)
     with pytest.raises(SystemExit, match="--num-minibatches divides --num-envs 10, not 4"):
         make_args("ippo", num_envs=10, num_minibatches=4)
 
