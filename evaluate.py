@@ -107,6 +107,8 @@ def check_args(args, egos):
             raise ValueError(f"--adapt: {name} has a network for each seat, and a learner whose seat changes has one")
     can_mix = len(schedule.pool) > 1 and schedule.seats > 1
     runs.fill_in(args, {"groups": ("homologue", "non-homologue")[: 2 if can_mix else 1]})
+    if not args.groups:
+        raise ValueError("--groups is homologue, non-homologue or both")
     if "non-homologue" in args.groups and not can_mix:
         raise ValueError(f"mixed teams need two others in two seats, not {len(schedule.pool)} in {schedule.seats}")
     args.episodes = -(-args.episodes // env.n_agents) * env.n_agents

@@ -450,6 +450,7 @@ def test_arguments_of_a_run_do_not_lead_out_of_the_folder(runs, changes, tmp_pat
         (["iql"], ["kite"], {"adapt": -1}, "--adapt is above 0, not -1"),
         (["separate"], ["kite"], {"adapt": 10}, "separate has a network for each seat"),
         (["iql"], ["kite"], {"groups": ("non-homologue",)}, "mixed teams need two others in two seats, not 1 in 2"),
+        (["iql"], ["kite"], {"groups": ()}, "--groups is homologue, non-homologue or both"),
     ],
 )
 def test_invalid_arguments_are_rejected(runs, ego, others, options, message, tmp_path):
