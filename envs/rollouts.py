@@ -60,7 +60,7 @@ class RolloutRunner(EpisodeRunner):
     def _begin(self):
         """Starts a match everywhere."""
         if self.rounds % self.team.encounter == 0:
-            self.team.draw()
+            self._draw_others()
         self.rounds += 1
         self.env.reset()
         self.running.fill_(True)
