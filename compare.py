@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import envs
 import strangers
-from envs import files
+from envs import checkpoints, files
 from envs.cluster import ROOT
+from envs.episodes import load_runner
 from envs.results import crossed_interval, curves, interval, markdown, normalise
 from sweep import Evaluation, Job, read_results
 
@@ -198,6 +200,9 @@ def text_of(command, results, seconds):
         markdown(["stage", *methods[:-1]], unknown),
         *(["## From match to match of an encounter", "Return of the first match, and the mean of the later ones.",
            markdown(["stage", *methods], matches)] if matches else []),
+        "## The belief in two matches",
+        "The board, and the probabilities of the next seat's policies; orange is the true one.",
+        "![belief](belief.png)",
         "## Learning",
         "![learning curves](curves.png)",
         "## How it was made",
@@ -238,6 +243,36 @@ def draw_curves(plans, root, path):
     curves(groups, path)
 
 
+def draw_belief(run, path, matches=2, moments=4):
+    """belief.png: the board and the belief about the next seat at some moments of matches of a run of belief_iql.py."""
+    from matplotlib.figure import Figure
+
+    script, args = checkpoints.script_of(run)
+    env = script.make_env(args, 1, torch.device("cpu"), "video")
+    team = script.make_team(args, env, "video")
+    runner = load_runner(run, env, team)
+    names = [Path(team.policy_names[policy]).name for policy in team.used]
+    figure = Figure(figsize=(2.6 * moments, 4.2 * matches), layout="constrained")
+    rows = figure.subplots(2 * matches, moments, squeeze=False, height_ratios=[2, 1] * matches)
+    for number in range(matches):
+        (obs, info), over, seen = env.reset(), False, []
+        while not over:
+            action = runner.policy(obs, info)
+            seen.append((env.render(), runner.player.log_belief[0, 0, 0].exp().tolist()))
+            obs, _, terminated, truncated, info = env.step(action)
+            over = bool(terminated | truncated)
+        true = team.used.index(int(team.policy_id[0, (int(team.learner_seats[0, 0]) + 1) % env.n_agents]))
+        for column, step in enumerate(np.linspace(0, len(seen) - 1, moments).astype(int)):
+            board, bars = rows[2 * number][column], rows[2 * number + 1][column]
+            board.imshow(seen[step][0])
+            board.set_title(f"match {number + 1}, step {step}", fontsize=9)
+            board.axis("off")
+            bars.bar(range(len(names)), seen[step][1], color=["C1" if k == true else "C0" for k in range(len(names))])
+            bars.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
+            bars.set(ylim=(0, 1), ylabel="belief" if column == 0 else "")
+    files.write(path, lambda file: figure.savefig(file, dpi=100))
+
+
 def write_report(args, command, plans, root, seconds):
     """report.md with its pictures and report.json; returns what report.md says."""
     results = [results_of(args, plan, root) for plan in plans]
@@ -248,4 +283,7 @@ def write_report(args, command, plans, root, seconds):
     files.write_text(root / "report.md", text)
     draw(results, root / "headroom.png")
     draw_curves(plans, root, root / "curves.png")
+    shown = next((plan for plan in plans if plan.stage == "foraging-orders"), plans[0])
+    if (run := shown.learners[OURS][0].done(root)) and (run / "checkpoint.pt").exists():
+        draw_belief(run, root / "belief.png")
     return text

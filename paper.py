@@ -35,6 +35,8 @@ METHODS = {
     "OMG conservative": ("omg_iql.py", "--subgoal-mode", "conservative"),
     "OMG optimistic": ("omg_iql.py", "--subgoal-mode", "optimistic"),
 }  # another method is another line: a script and its options
+PROTOCOLS = {"": (), ", diverse": ("--mix-teammates", "--teammate-epsilon", "0.2")}  # the paper's, and one with
+# team-mates that differ and err: what helps with strangers most (docs/results)
 POOL = "QMIX of the pool"  # plays in the learner's seat as well, to compare with
 PAPER = {
     ("8m", "non-homologue", 7): {"IQL": 64.9, "LIAM": 67.2, "naive OM": 66.0, "OMG conservative": 68.7,
@@ -145,11 +147,13 @@ def make_plan(args):
     for method, (script, *options) in METHODS.items():
         has_vae = "vae" in load_script(Path(script).stem).Args.__dataclass_fields__
         options += ("--total-timesteps", str(args.learner_timesteps))
-        learners[method] = [
-            job(script, 1 + k, *training, *options, *(("--vae", Output(vae, "vae.pt")) if has_vae else ()), *among,
-                label=method.replace(" ", "_").lower())
-            for k, vae in enumerate(vaes)
-        ]  # fmt: skip
+        for suffix, protocol in PROTOCOLS.items():
+            words = (*training, *options, *among, *protocol)
+            learners[method + suffix] = [
+                job(script, 1 + k, *words, *(("--vae", Output(vae, "vae.pt")) if has_vae else ()),
+                    label=name_of(method + suffix))
+                for k, vae in enumerate(vaes)
+            ]  # fmt: skip
 
     egos = {**learners, **({POOL: pool} if env.team_reward else {})}
     evaluations = list(evaluations_of(args, env, egos, pool, unseen))
@@ -158,6 +162,10 @@ def make_plan(args):
     first = ("pool_qmix", "vae", *learners)  # whom others wait for; the strangers fill the gaps
     order = sorted(runs, key=lambda label: label not in first)
     return Plan(networks, learners, evaluations, [job for label in order for job in runs[label]])
+
+
+def name_of(method):
+    return method.replace(",", "").replace(" ", "_").lower()
 
 
 def evaluations_of(args, env, egos, pool, unseen):
@@ -171,7 +179,7 @@ def evaluations_of(args, env, egos, pool, unseen):
             groups = ("homologue", "non-homologue") if count == mates > 1 else ("homologue",)
             who = ("--ego", *runs, "--others", *policies, "--team", f"{count}other{mates + 1 - count}ego")
             words = (*who, "--groups", *groups, "--episodes", str(args.episodes), *("--cuda",) * args.cuda)
-            label = f"evaluate_{method.replace(' ', '_').lower()}_{others}_{count}"
+            label = f"evaluate_{name_of(method)}_{others}_{count}"
             yield method, others, count, Evaluation(ROOT / "evaluate.py", args.map, 1, words, label)
 
 
@@ -251,19 +259,23 @@ def text_of(report):
         return f"{number(result['mean'])} ({number(low)} to {number(high)})"
 
     results = report["results"]
-    methods, conditions = list(dict.fromkeys(r["method"] for r in results)), dict.fromkeys(map(condition, results))
+    everyone, conditions = list(dict.fromkeys(r["method"] for r in results)), dict.fromkeys(map(condition, results))
+    methods = [m for m in everyone if not m.endswith(", diverse")]
     rows, kinds = [], []
     for name in conditions:
         mine = {result["method"]: result for result in results if condition(result) == name}
         rows.append([name, "ours", *(ours(mine[m]) if m in mine else "" for m in methods)])
+        if any(f"{m}, diverse" in mine for m in methods):
+            diverse = [mine.get(f"{m}, diverse") for m in methods]
+            rows.append(["", "ours, diverse", *(ours(result) if result else "" for result in diverse)])
         if any(result["paper"] for result in mine.values()):
             paper = [mine[m]["paper"] if m in mine else None for m in methods]
             rows.append(["", "paper", *("" if value is None else f"{value:.1f}" for value in paper)])
         for kind in dict.fromkeys(kind for result in mine.values() for kind in result["by_other"] if kind != "mixed"):
-            of_kind = [mine[m]["by_other"].get(kind) if m in mine else None for m in methods]
+            of_kind = [mine[m]["by_other"].get(kind) if m in mine else None for m in everyone]
             kinds.append([name, kind, *("" if value is None else number(value) for value in of_kind)])
     names = dict.fromkeys(name for values in report["metrics"].values() for name in values)
-    known = [m for m in methods if report["metrics"].get(m)]
+    known = [m for m in everyone if report["metrics"].get(m)]
     measured = [[name, *(f"{report['metrics'][m][name]:.3f}" if name in report["metrics"][m] else "" for m in known)]
                 for name in names]  # fmt: skip
     key = "win_rate" if share else "episodic_return"
@@ -281,11 +293,12 @@ def text_of(report):
     parts = [
         f"# {report['map']}: team-mates never seen before",
         f"{what}, {over}. Homologue: all others of a match play by one policy; non-homologue: each by one of its own. "
-        f"The others are strangers, except where it says that they are of the pool. {matches:,} matches in all.",
+        "The others are strangers, except where it says that they are of the pool. Diverse: learned with team-mates "
+        f"that each have a policy of their own and err in 20% of steps. {matches:,} matches in all.",
         markdown(["others", "", *methods], rows),
         "![results](results.png)",
         "## By who the others are",
-        markdown(["others", "policy", *methods], kinds),
+        markdown(["others", "policy", *everyone], kinds),
         "## What the opponent models know",
         markdown(["metric", *known], measured) if measured else "No method has an opponent model.",
         "Mean over seeds, with homologue strangers; the pages of the scripts define them. Hit ratio: the share of a "
@@ -304,29 +317,34 @@ def text_of(report):
 
 
 def draw(report, path):
-    """Every condition: the methods side by side with their intervals, the seeds as dots, the paper as crosses."""
+    """A panel for every condition: methods as dots with intervals, by protocol; the paper's figures as crosses."""
     from matplotlib.figure import Figure
 
     results, scale = report["results"], 100 if report["measure"] == "win_rate" else 1
     conditions = list(dict.fromkeys(map(condition, results)))
-    methods = list(dict.fromkeys(result["method"] for result in results))
-    figure = Figure(figsize=(2.6 * len(conditions) + 1, 4), layout="constrained")
-    axes = figure.subplots()
-    for result in results:
-        number = methods.index(result["method"])
-        x = conditions.index(condition(result)) + (number - (len(methods) - 1) / 2) * 0.8 / len(methods)
-        mean, (low, high) = scale * result["mean"], (scale * value for value in result["mean_interval"])
-        axes.bar(x, mean, 0.75 / len(methods), color=f"C{number}", alpha=0.6)
-        axes.errorbar(x, mean, [[mean - low], [high - mean]], color="black", capsize=3, linewidth=1)
-        axes.plot([x] * len(result["by_seed"]), scale * np.array(result["by_seed"]), ".", color=f"C{number}", ms=4)
-        if result["paper"] is not None:
-            axes.plot(x, result["paper"], "kx", ms=6)
-    handles = [axes.bar(0, 0, color=f"C{number}", alpha=0.6, label=name) for number, name in enumerate(methods)]
-    if any(result["paper"] is not None for result in results):
-        handles += axes.plot([], [], "kx", label="paper")
-    axes.set_xticks(range(len(conditions)), conditions)
-    axes.set_ylabel("test win %" if scale == 100 else "return")
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
+    methods = list(dict.fromkeys(result["method"].partition(", ")[0] for result in results))
+    figure = Figure(figsize=(2.9 * len(conditions) + 1.5, 0.42 * len(methods) + 1.5), layout="constrained")
+    looks = {"": ("o", "#0072B2", 0.14), "diverse": ("s", "#D55E00", -0.14)}  # told apart without colours, too
+    for axes, name in zip(figure.subplots(1, len(conditions), sharey=True, squeeze=False)[0], conditions):
+        for result in (result for result in results if condition(result) == name):
+            method, _, protocol = result["method"].partition(", ")
+            mark, colour, shift = looks[protocol]
+            y = len(methods) - methods.index(method) + shift
+            mean, (low, high) = scale * result["mean"], (scale * value for value in result["mean_interval"])
+            axes.errorbar(mean, y, xerr=[[mean - low], [high - mean]], fmt=mark, color=colour, ms=5, capsize=2, lw=1)
+            if result["paper"] is not None:
+                axes.plot(result["paper"], y, "kx", ms=6)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("test wins, %" if scale == 100 else "mean return")
+        axes.grid(alpha=0.3)
+        axes.set_yticks(range(len(methods), 0, -1), methods)
+    names = {"": "ours", "diverse": "ours, with diverse team-mates"}
+    for protocol, (mark, colour, _) in looks.items():
+        axes.plot([], [], mark, color=colour, label=names[protocol])
+    axes.plot([], [], "kx", label="the paper")
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    note = "Homologue: all others of a match play by one policy. Non-homologue: each by one of its own."
+    figure.supxlabel(f"{note} 95% intervals over seeds and strangers.", fontsize=8)
     files.write(path, lambda file: figure.savefig(file, dpi=120))
 
 

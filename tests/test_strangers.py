@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from scripts import write_run
 
 import compare
 import envs
@@ -133,6 +134,15 @@ def write_results(folder, score, rows=None):
     content |= {"encounter": {"return_1": score, "return_2": score + 1, "return_3": score + 2}}
     folder.mkdir(parents=True)
     (folder / "results.json").write_text(json.dumps(content if rows is None else {**content, "rows": rows}))
+
+
+@pytest.mark.slow
+def test_a_picture_of_a_belief(tmp_path):
+    env = envs.make("stag_hunt_4x4")
+    run = write_run(tmp_path / "run", "belief_iql", env, team="2NS1NH1learner", n_policies=2)
+    compare.draw_belief(run, tmp_path / "belief.png", matches=1, moments=3)
+    with Image.open(tmp_path / "belief.png") as picture:
+        assert picture.width == 780 and len(picture.convert("RGB").getcolors(10**6)) > 100
 
 
 def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):

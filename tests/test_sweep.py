@@ -796,7 +796,8 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, ca
                 half = 12.706 * (shares[1] - shares[0]) / 2
                 assert ends == pytest.approx([sum(shares) / 2 - half, sum(shares) / 2 + half])
             expected = [form.format(scale * value) for value in (sum(shares) / 2, *ends)]
-            cell = ours[f"{count} {group}{', of the pool' * (others == 'seen')} ours"][method]
+            base, diverse, _ = method.partition(", diverse")
+            cell = ours[f"{count} {group}{', of the pool' * (others == 'seen')} ours{diverse}"][base]
             assert cell == "{} ({} to {})".format(*expected)
             checked += 1
         if (others, count) == ("unseen", mates):
@@ -815,8 +816,8 @@ def test_the_plan_is_the_papers():
     paper.fill_in(args)
     plan = paper.make_plan(args)
     counts = Counter(job.script.stem for job in plan.jobs)
-    assert counts == {"qmix": 20, "iql": 15, "vdn": 10, "pretrain_cvae": 5, "liam_iql": 5, "naive_om_iql": 5,
-                      "omg_iql": 10, "evaluate": 17}  # fmt: skip
+    assert counts == {"qmix": 20, "iql": 20, "vdn": 10, "pretrain_cvae": 5, "liam_iql": 10, "naive_om_iql": 10,
+                      "omg_iql": 20, "evaluate": 32}  # fmt: skip
     assert len({job.name for job in plan.jobs}) == len(plan.jobs)
     pool, strangers = (
         plan.others["pool_qmix"],
@@ -869,6 +870,7 @@ def test_the_quick_experiment_can_be_stopped_and_ends_in_a_report(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [*words, "moved"])
     monkeypatch.setattr(paper, "METHODS", {"OMG optimistic": paper.METHODS["OMG optimistic"]})
+    monkeypatch.setattr(paper, "PROTOCOLS", {"": ()})
     monkeypatch.setattr(paper, "place_of", InProcess)
     assert paper.main() == 0
     assert os.name == "nt" or "done already" in capsys.readouterr().out
