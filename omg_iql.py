@@ -549,7 +549,7 @@ class Learner:
         self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
         self.agents = Agents(args, env)
-        self.target_agents = copy.deepcopy(self.agents)
+        self.target_agents = copy.deepcopy(self.agents).to(env.device)  # cuDNN wants contiguous weights
         self.model = OpponentModel(args, env)
         self.parameters = list(self.agents.parameters())
         self.target_parameters = list(self.target_agents.parameters())

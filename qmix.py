@@ -399,7 +399,7 @@ class Learner:
         self.updates = 0
         self.agents = Agents(args, env)
         self.mixer = Mixer(args, env, seats)
-        self.target_agents = copy.deepcopy(self.agents)
+        self.target_agents = copy.deepcopy(self.agents).to(env.device)  # cuDNN wants contiguous weights
         self.target_mixer = copy.deepcopy(self.mixer)
         self.parameters = [*self.agents.parameters(), *self.mixer.parameters()]
         self.target_parameters = [*self.target_agents.parameters(), *self.target_mixer.parameters()]
