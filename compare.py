@@ -32,6 +32,9 @@ METHODS = {
     OURS: ("belief_iql",),
     ORACLE: ("iql", "--tell-who"),
 }  # another method is another line: a script and its options
+KEPT = ", memory kept"
+IN_ENCOUNTERS = {f"{name}{KEPT}": (*METHODS[name], "--keep-memory") for name in (BASE, "naive OM")}  # one long episode
+COLOURS = ("#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#666666", "#0072B2")  # also for the colour-blind
 LEAST = 0.03  # of the oracle's score: a smaller headroom is none
 
 
@@ -54,6 +57,12 @@ def stages_of(args):
     return list(strangers.STAGES) if args.stage == "all" else [args.stage]
 
 
+def methods_of(stage):
+    """The methods on a stage, the oracle last."""
+    methods = METHODS | (IN_ENCOUNTERS if stage.encounter > 1 else {})
+    return {name: methods[name] for name in sorted(methods, key=lambda name: name == ORACLE)}
+
+
 def make_plan(args, name):
     stage = strangers.STAGES[name]
     quick = args.quick
@@ -66,8 +75,8 @@ def make_plan(args, name):
     many = ("--eval-episodes", "256", "--final-eval-episodes", "4096")
     common = (*device, "--total-timesteps", str(steps), *(few if quick else many), *team, "--pool", *held_out.pool)
     learners, tests = {}, {}
-    for method, (script, *options) in METHODS.items():
-        label = method.replace(" ", "_").lower()
+    for method, (script, *options) in methods_of(stage).items():
+        label = method.replace(",", "").replace(" ", "_").lower()
         short = ("--pretrain-timesteps", "2000", "--pretrain-updates", "100") if quick and script == "omg_iql" else ()
         learners[method] = [
             Job(ROOT / f"{script}.py", stage.env_id, 1 + k, (*common, *options, *short), label)
@@ -102,7 +111,7 @@ def results_of(args, plan, root):
     """All that the report says of a stage, as plain values."""
     stage = strangers.STAGES[plan.stage]
     key = "win_rate" if envs.make(stage.env_id).team_reward else "episodic_return"
-    found = {method: [read_results(job, root) for job in runs] for method, runs in plan.learners.items()}
+    found = read_learners(plan, root)
     known = {method: [run["final"][key] for run in runs] for method, runs in found.items()}
     headroom, ends = difference(known[ORACLE], known[BASE])
     exists = headroom > LEAST * abs(np.mean(known[ORACLE])) and (args.seeds == 1 or ends[0] > 0)
@@ -134,6 +143,16 @@ def results_of(args, plan, root):
     }  # fmt: skip
 
 
+def read_learners(plan, root):
+    """method -> the results of its runs, by the match also where an encounter is one episode"""
+    found = {method: [read_results(job, root) for job in runs] for method, runs in plan.learners.items()}
+    matches = strangers.STAGES[plan.stage].encounter
+    for run in (run for method, runs in found.items() if method.endswith(KEPT) for run in runs):
+        for scores in (run["final"], run["best"], *run["evals"]):
+            scores["episodic_return"] /= matches
+    return found
+
+
 def bounded(other, bounds):
     """The name of a stranger among the bounds: the folder of a run may be written in another way."""
     return next((name for name in bounds if Path(name).name == Path(other).name), other)
@@ -151,7 +170,9 @@ def model_means(metrics):
 # ---- the report ----
 def text_of(command, results, seconds):
     """report.md"""
-    methods = list(METHODS)
+    methods = list(
+        methods_of(max((strangers.STAGES[result["stage"]] for result in results), key=lambda s: s.encounter))
+    )
 
     def number(result, value, sign=""):
         return f"{100 * value:{sign}.1f}%" if result["measure"] == "win_rate" else f"{value:{sign}.2f}"
@@ -164,26 +185,28 @@ def text_of(command, results, seconds):
     for result in results:
         name, known = result["stage"], result["known"]
         told = with_interval(result, *result["headroom"], "+")
-        cells = [f"{s:.2f} ({low:.2f} to {high:.2f})" for s, (low, high) in result["share"].values()]
-        shares.append([name, told, *(cells[:-1] or ["no headroom", *[""] * (len(methods) - 2)])])
-        means = [with_interval(result, *difference(known[m], [0.0])) for m in methods]
-        scores.append([name, *means])
+        cells = {m: f"{s:.2f} ({low:.2f} to {high:.2f})" for m, (s, (low, high)) in result["share"].items()}
+        cells = cells or {BASE: "no headroom"}
+        shares.append([name, told, *(cells.get(m, "") for m in methods[:-1])])
+        means = {m: with_interval(result, *difference(values, [0.0])) for m, values in known.items()}
+        scores.append([name, *(means.get(m, "") for m in methods)])
         tables = [np.array(result["unknown"].get(m) or [[]]) for m in methods[:-1]]
         ends = [crossed_interval(t) if t.size > 1 else [] for t in tables]
         unknown.append(
             [name, *(f"{t.mean():.2f} ({e[0]:.2f} to {e[1]:.2f})" if e else "" for t, e in zip(tables, ends))]
         )
         if result["encounter"] > 1:
-            ends = [result["matches"][m] for m in methods]
+            ends = [result["matches"].get(m) for m in methods]
             cells = [f"{number(result, v[0])}, {number(result, np.mean(v[1:]))}" if v else "" for v in ends]
             matches.append([name, *cells])
-        rivals = [with_interval(result, *result["ahead"][m], "+") for m in methods if m != OURS]
-        ahead.append([name, *rivals])
+        rivals = {m: with_interval(result, *values, "+") for m, values in result["ahead"].items()}
+        ahead.append([name, *(rivals.get(m, "") for m in methods if m != OURS)])
     seeds = len(results[0]["known"][BASE])
     parts = [
         "# When does it pay to model the others?",
         f"{seeds} seeds of every method; means and 95% intervals (Student's t). The oracle is an IQL that is told the "
-        "others' policies. All methods, settings and steps are the same on all stages.",
+        "others' policies. All settings and steps are the same for all. Memory kept: an encounter is one long episode "
+        "for the learner; else it knows nothing of earlier matches, apart from the belief of ours.",
         "## Share of the headroom, with others that were learned with",
         "0 is IQL, 1 the oracle. Headroom: how far the oracle is ahead of IQL; below 3% of its score, or where the "
         "interval has 0, there is none.",
@@ -219,13 +242,14 @@ def draw(results, path):
     shown = [result for result in results if result["exists"]]
     figure = Figure(figsize=(1.9 * max(len(shown), 2) + 1.5, 3.6), layout="constrained")
     axes = figure.subplots()
-    methods, marks = [m for m in METHODS if m not in (BASE, ORACLE)], "osD^v*"
+    methods, marks = [m for m in METHODS | IN_ENCOUNTERS if m not in (BASE, ORACLE)], "osD^v*P"
     for number, method in enumerate(methods):
-        x = np.arange(len(shown)) + (number - (len(methods) - 1) / 2) * 0.14
-        values = np.array([result["share"][method][0] for result in shown])
-        ends = np.array([result["share"][method][1] for result in shown]).reshape(-1, 2).T
-        bars = np.abs(ends - values)
-        axes.errorbar(x, values, bars, fmt=marks[number % 6], color=f"C{number}", ms=6, capsize=2, lw=1, label=method)
+        places = [k for k, result in enumerate(shown) if method in result["share"]]
+        x = np.array(places) + (number - (len(methods) - 1) / 2) * 0.11
+        values = np.array([shown[k]["share"][method][0] for k in places])
+        ends = np.array([shown[k]["share"][method][1] for k in places]).reshape(-1, 2).T
+        look = {"fmt": marks[number % 7], "color": COLOURS[number % 7], "ms": 6, "capsize": 2, "lw": 1}
+        axes.errorbar(x, values, np.abs(ends - values), label=method, **look)
     for y, name in ((0, "IQL: not told"), (1, "oracle: told who the others are")):
         axes.axhline(y, color="grey", linewidth=1)
         axes.text(-0.48, y + 0.02, name, fontsize=7, color="grey")
@@ -237,8 +261,8 @@ def draw(results, path):
 
 def draw_curves(plans, root, path):
     groups = {
-        (method, strangers.STAGES[plan.stage].env_id): [read_results(job, root) for job in runs]
-        for plan in plans for method, runs in plan.learners.items()
+        (method, strangers.STAGES[plan.stage].env_id): runs
+        for plan in plans for method, runs in read_learners(plan, root).items()
     }  # fmt: skip
     curves(groups, path)
 

@@ -90,7 +90,9 @@ def test_a_comparison_is_fair():
         assert plan.learners.keys() - plan.tests.keys() == {"oracle"}
         for method, jobs in plan.learners.items():
             assert [job.seed for job in jobs] == [1, 2, 3, 4, 5]
-            words = [word for word in jobs[0].arguments if word not in compare.METHODS[method]]
+            words = [
+                word for word in jobs[0].arguments if word not in (compare.METHODS | compare.IN_ENCOUNTERS)[method]
+            ]
             assert words == list(plan.learners["IQL"][0].arguments)  # the same steps, matches, team and pool for all
             assert not set(plan.held_out.strangers) & set(jobs[0].arguments)
         for method, job in plan.tests.items():
@@ -119,7 +121,8 @@ def pretend(plan, root):
         write_results(folder, 1.0, rows if isinstance(job, sweep.Evaluation) else None)
     for number, (method, jobs) in enumerate(plan.learners.items()):
         for job in jobs:
-            write_results(root / f"{job.name}__1", 0.2 + 0.1 * number + 0.02 * job.seed)
+            score = 0.8 if method == "oracle" else 0.2 + 0.1 * number
+            write_results(root / f"{job.name}__1", score + 0.02 * job.seed)
         if method in plan.tests:
             rows = [{"ego": f"{job.name}__1", "other": f"elsewhere/{one}" if isinstance(one, str) else f"{one.name}__1",
                      "group": "homologue", "episodes": 8, "win_rate": 0.5, "return": 0.5}
@@ -159,8 +162,11 @@ def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
     (stage,) = report["stages"]
     assert stage["headroom"][0] == pytest.approx(0.6) and stage["exists"]
     shares = {method: share for method, (share, _) in stage["share"].items()}
-    expected = dict(zip(compare.METHODS, (0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1)))
-    assert shares == pytest.approx(expected) and stage["ahead"]["OMG"][0] == pytest.approx(0.1)
+    *methods, kept, kept_too, oracle = shares
+    assert (methods, oracle) == (list(compare.METHODS)[:-1], "oracle") and {kept, kept_too} == {*compare.IN_ENCOUNTERS}
+    assert list(shares.values())[:6] == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6]) and shares[oracle] == 1
+    assert (shares[kept] + shares[kept_too]) / 2 == pytest.approx(((0.83 + 0.93) / 2 / 5 - 0.23) / 0.6)
+    assert stage["ahead"]["OMG"][0] == pytest.approx(0.1)
     assert np.array(stage["unknown"]["belief"]).shape == (2, 6)
     assert stage["unknown"]["belief"][0] == pytest.approx([0.5] * 6)
     assert stage["matches"]["IQL"] == pytest.approx([0.23, 1.23, 2.23])
