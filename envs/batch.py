@@ -493,6 +493,14 @@ class Batch:
         obs, state = self._outputs["obs"], self._outputs["state"]
         return torch.cat((state.unsqueeze(1).expand(-1, self.n_agents, -1), obs), -1)
 
+    @property
+    def about_others(self):
+        """(obs_dim,) which numbers of an observation tell of the other agents."""
+        return self._about_others(torch.arange(self.obs_dim, device=self.device))
+
+    def _about_others(self, column):
+        return torch.ones_like(column, dtype=torch.bool)
+
     # ---- looking into it ----
     def snapshot(self):
         """A copy of the whole simulation, random streams included: tensors by name."""

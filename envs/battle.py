@@ -349,6 +349,9 @@ class Battle(Batch):
         named = {"x": X, "y": Y, "health": HEALTH, "shield": SHIELD, "cooldown": COOLDOWN, "energy": ENERGY}
         return {key: real[field] for key, field in named.items()}
 
+    def _about_others(self, column):
+        return (column >= self._rule.friends_at) & (column < self._rule.self_at)
+
     def places(self, obs):
         """(x and y of every other unit from the agent (..., others, 2), whether it is seen), read off observations.
 

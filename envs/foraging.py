@@ -567,6 +567,9 @@ class Foraging(Batch):
             raise ValueError(f"{name} are whole numbers from {least} to {most}")
         return values.long()
 
+    def _about_others(self, column):
+        return column // self._width > self.foods
+
     def places(self, obs):
         """(row and column of every other player (..., others, 2), whether it is seen), read off observations.
 

@@ -527,6 +527,9 @@ class PredatorPrey(Batch):
             "vy": velocity[..., 1],
         }
 
+    def _about_others(self, column):
+        return column >= 4 + 2 * self.obstacles
+
     def places(self, obs):
         """(x and y of every other agent from the agent (..., others, 2), whether it is seen), read off observations."""
         first = 4 + 2 * self.obstacles

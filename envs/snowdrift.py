@@ -203,6 +203,10 @@ class Snowdrift(Batch):
             size=size, drifts=drifts, gain=np.float32(gain), cost=np.float32(cost),
         )  # fmt: skip
 
+    def _about_others(self, column):
+        channel = column % (self.n_agents + 2)
+        return (channel > 0) & (channel < self.n_agents)
+
     def places(self, obs):
         """(row and column of every other player (..., others, 2), whether it is there), read off observations."""
         grid = obs.unflatten(-1, (-1, self.n_agents + 2))

@@ -462,6 +462,12 @@ class StagHunt(Batch):
             raise ValueError(f"{name} stand on cells 0 to {self.height * self.width - 1}, or {GONE} for gone")
         return values
 
+    def _about_others(self, column):
+        numbers, channel = self.height * self.width * (self.n_agents + 3), column % (self.n_agents + 3)
+        return torch.where(
+            column < numbers, (channel > 0) & (channel < self.n_agents), column >= numbers + 2 * len(ACTIONS)
+        )
+
     def places(self, obs):
         """(row and column of every other hunter (..., others, 2), whether it is there), read off observations."""
         grid = obs[..., : self.height * self.width * (self.n_agents + 3)].unflatten(-1, (-1, self.n_agents + 3))

@@ -26,7 +26,7 @@ import torch
 
 from envs import paths, starcraft2_worker
 from envs.batch import EPISODE, FINAL, FROZEN, KEY, OVER, PLAY, RESTART, RUNNING, STAGE, STEP, Batch
-from envs.battle_data import MAPS, TERRAINS
+from envs.battle_data import MAPS, TERRAINS, TYPES
 from envs.battle_setup import build_units, resize
 from envs.episodes import GameFailed
 
@@ -244,8 +244,12 @@ class StarCraft2(Batch):
         except BaseException:  # Ctrl-C
             self.close()
             raise
+        health, types = 1 + (spec.races[0] == "P"), len(TYPES[spec.types][1])  # health and shield, one-hot kind of unit
+        self._own_width = health * smac.get("obs_own_health", True) + types + smac.get("obs_timestep_number", False)
+        self._ally_width = 4 + health * smac.get("obs_all_health", True) + types
         names = [f"{kind}_{a}" for a, kind in enumerate(kinds[:agents])]
         super().__init__(name, num_envs, names, sizes, {}, **options)
+        self._ally_width += self.n_actions * smac.get("obs_last_action", False)
         self._outputs["avail"][:, :, NO_OP] = True
         self._units = np.zeros((num_envs, len(kinds), len(starcraft2_worker.UNIT)), np.float32)
         self._map_size = (0, 0)
@@ -267,6 +271,10 @@ class StarCraft2(Batch):
             return game.answer(time.monotonic() + self.step_timeout)
         except GameLost as loss:
             raise RuntimeError(f"{self.name}: no replay of game {index}: {loss}") from None
+
+    def _about_others(self, column):
+        own_at = self.obs_dim - self._own_width
+        return (column < own_at) & (column >= own_at - (self.n_agents - 1) * self._ally_width)
 
     def scene(self, index=0):
         """What match `index` looks like now, to be drawn."""

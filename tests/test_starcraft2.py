@@ -99,6 +99,15 @@ def world(tmp_path, monkeypatch):
     assert not world.running()
 
 
+@pytest.mark.parametrize("name", ["3m", "MMM"])
+@pytest.mark.parametrize("options", [{}, {"obs_timestep_number": True}], ids=str)
+def test_observations_tell_of_the_others_where_those_of_battles_do(name, options, world):
+    env, battle = world.make(f"sc2/{name}", **options), envs.make(name, **options)
+    assert env.about_others.shape == (env.obs_dim,)
+    env.obs_dim = battle.obs_dim  # the stand-in's observations are shorter than the game's
+    assert torch.equal(env.about_others, battle.about_others)
+
+
 def attack(env):
     """Everyone shoots the enemy opposite, who falls at the second shot."""
     return (torch.arange(env.n_agents) + ATTACK).repeat(env.num_envs, 1)
