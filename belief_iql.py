@@ -89,7 +89,7 @@ import torch.nn.functional as F  # noqa: E402
 import envs  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, load_runner, round_up  # noqa: E402
-from envs.metrics import masked_mean, q_sensitivity  # noqa: E402
+from envs.metrics import masked_mean, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
@@ -552,7 +552,7 @@ def analyse(learner, episodes):
     inferred, _, metrics = learner.model_loss(episodes, *inputs)
     metrics = {name: value.item() for name, value in metrics.items()}
     if inferred.shape[1] > 1:  # a single match has no other to exchange with
-        metrics["q_sensitivity"] = q_sensitivity(learner.target_agents, episodes, inputs, inferred)
+        metrics |= usage(learner.target_agents, episodes, inputs, inferred)
     return metrics
 
 

@@ -1,8 +1,8 @@
 """Opponent modelling by subgoal inference (OMG): act on the future state that the others seem to be heading for.
 
 A conditional VAE infers a latent subgoal from the past; it is an input of the Q-network. In training, hindsight gives
-the subgoal to infer: of the next states, encoded by a frozen VAE, the one that the Q-network values most (optimistic)
-or least (conservative). The others have fixed policies, drawn anew for every match (Yu, Jiang, Lu, NeurIPS 2024).
+the subgoal to infer, the code that a frozen VAE has of a later state: by default what the learner sees of the others
+five steps on, with --paper the view that the Q-network values most (Yu, Jiang, Lu, NeurIPS 2024).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
     python omg_iql.py --env-id 3m --n-agents 8 --cuda            docs/omg_iql.md has the logged keys and the results
@@ -74,15 +74,18 @@ class Args:
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
     vae: str | None = None  # a file of pretrain_cvae.py (default: the same pre-training first)
     pretrain_timesteps: int | None = None  # steps of pre-training (default: 2 million on the GPU, 100,000 on the CPU)
-    pretrain_updates: int = 1500  # updates of pre-training at most; it stops early when the held-out error stagnates
-    kl_weight: float = 0.001  # weight of the KL divergence beside the reconstruction error, in VAE and CVAE
+    pretrain_updates: int = 5000  # updates of pre-training at most; it stops early when the held-out error stagnates
+    paper: bool = False  # whether to use the published settings: docs/omg_iql.md lists them
+    vae_kl_weight: float = 0.01  # weight of the VAE's KL divergence beside its error, a sum over features
+    kl_weight: float = 0.001  # weight of the inference model's KL divergence beside its error
     latent_dim: int = 64  # size of a subgoal
     horizon: int = 10  # how many of the next states are candidates for the subgoal
-    subgoal_input: Literal["obs", "state"] = "obs"  # what subgoals encode: the learner's view or the global state
+    subgoal_input: Literal["others", "obs", "state"] = "others"  # encoded: others in view, the view, the global state
     subgoal_mode: Literal["optimistic", "conservative"] = "optimistic"  # candidate of highest or lowest value
-    selector: str = "value"  # how a candidate is selected: value, random, next, or a number k for the k-th next state
+    selector: str = "5"  # how a candidate is selected: value, random, next, or a number k for the k-th next state
+    predict: Literal["future", "view", "features"] = "future"  # decoded: the selected state, the view or features of it
+    code: Literal["mean", "sample"] = "mean"  # what Q reads of a subgoal: the mean of its distribution, or a sample
     inference: Literal["cvae", "mlp"] = "cvae"  # the conditional VAE, or a network that predicts the subgoal itself
-    reconstruct: Literal["obs", "features"] = "obs"  # the observation (paper) or its learned features (released code)
     q_subgoal: Literal["mixed", "inferred", "selected"] = "mixed"  # Q's subgoal in updates: selected with epsilon
     mix: Literal["q-input", "kl-target"] = "q-input"  # where that applies: Q's input (paper) or the KL (released code)
     mix_start: float = 0.5  # that epsilon at the start
@@ -101,7 +104,7 @@ import envs  # noqa: E402
 import pretrain_cvae  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, gather, load_runner, round_up  # noqa: E402
-from envs.metrics import hit_ratio, linear_probe, q_sensitivity  # noqa: E402
+from envs.metrics import code_metrics, masked_mean, place_metrics, probes, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
@@ -110,17 +113,20 @@ FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # for l
 
 def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
+    runs.use_preset(args, pretrain_cvae.PAPER if args.paper else {})
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
         "batch_size train_frequency encounter hidden_dim reward_scale learning_rate model_learning_rate max_grad_norm "
         "pretrain_timesteps pretrain_updates latent_dim horizon",
-        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at kl_weight "
-        "mix_start mix_fraction",
+        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at "
+        "kl_weight vae_kl_weight mix_start mix_fraction",
         non_negative="seed checkpoint_interval log_interval",
     )
     if args.selector not in ("value", "random", "next") and not (args.selector.isdigit() and int(args.selector) > 0):
         raise runs.UsageError(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
+    if args.subgoal_mode == "conservative" and args.selector != "value":
+        raise runs.UsageError("--subgoal-mode is for --selector value, which --paper has too")
     if args.mix == "kl-target" and args.q_subgoal != "mixed":
         raise runs.UsageError("--q-subgoal is for --mix q-input: with kl-target the Q-network has the inferred subgoal")
     runs.check_team_options(args)
@@ -242,15 +248,8 @@ class Agents(nn.Module):
 
     def step(self, obs, last_action, h, seat, subgoal):
         """Q-values of single steps, each from its own hidden state h (time, matches, seats, hidden)."""
-        shape = last_action.shape
-        q, _ = self(
-            obs.reshape(1, -1, 1, obs.shape[-1]),
-            last_action.reshape(1, -1, 1),
-            h.reshape(-1, 1, h.shape[-1]),
-            seat.expand(shape).reshape(-1, 1),
-            subgoal.reshape(1, -1, 1, subgoal.shape[-1]),
-        )
-        return q.view(*shape, -1)
+        x = F.relu(self.fc1(torch.cat((*self.inputs(obs, last_action, seat), subgoal), -1)))
+        return self.q_values(self.rnn.branch(x.unsqueeze(1), h).squeeze(1))
 
     def compare(self, obs, last_action, h, seat, subgoals, index):
         """Q-values of single steps, each from its own hidden state, with each of its candidates among the subgoals.
@@ -302,22 +301,26 @@ class StateVAE(nn.Module):
         self.code = Gaussian(128, latent_dim)
         self.decoder = layers(latent_dim)
         self.out = nn.Linear(128, inputs)
+        self.register_buffer("binary", torch.zeros(inputs, dtype=torch.bool))  # features that are 0 or 1
 
     def encode(self, state):
         return self.code(self.encoder(state))
 
     def decode(self, code):
-        return self.out(self.decoder(code))
+        x = self.out(self.decoder(code))
+        return torch.where(self.binary, torch.sigmoid(x), x)
 
-    def reconstruct(self, state):
-        return self.decode(self.encode(state)[0])
+    def error(self, code, state):
+        """Of each feature: the squared error, or the cross-entropy of one that is 0 or 1."""
+        x = self.out(self.decoder(code))
+        entropy = F.binary_cross_entropy_with_logits(x, state.clamp(0.0, 1.0), reduction="none")
+        return torch.where(self.binary, entropy, (x - state).square())
 
     def errors(self, state):
-        """(squared error of the reconstruction, KL divergence from N(0, I)), of each dimension"""
+        """(error of the reconstruction, KL divergence from N(0, I)), of each dimension"""
         mean, log_variance = self.encode(state)
-        reconstruction = self.decode(sample(mean, log_variance))
         prior = torch.zeros_like(mean)
-        return (reconstruction - state).square(), kl_divergence(mean, log_variance, prior, prior)
+        return self.error(sample(mean, log_variance), state), kl_divergence(mean, log_variance, prior, prior)
 
 
 def seat_order(env):
@@ -339,16 +342,19 @@ class OpponentModel(nn.Module):
         super().__init__()
         self.args = args
         self.hidden_dim = hidden_dim
-        state_dim = env.obs_dim if args.subgoal_input == "obs" else env.state_dim
-        self.vae = StateVAE(state_dim, args.latent_dim).requires_grad_(False)
+        about_others = env.about_others.nonzero().flatten()
+        sizes = {"others": len(about_others), "obs": env.obs_dim, "state": env.state_dim}
+        self.vae = StateVAE(sizes[args.subgoal_input], args.latent_dim).requires_grad_(False)
         self.rnn = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, hidden_dim)
         self.fc_obs = nn.Linear(env.obs_dim, 32)
         self.fc1 = nn.Linear(32 + hidden_dim, 64)
         self.code = Gaussian(64, args.latent_dim)
-        self.decoder = nn.Linear(args.latent_dim + hidden_dim, 128)
-        self.out = nn.Linear(128, 32 if args.reconstruct == "features" else env.obs_dim)
+        if args.predict != "future":
+            self.decoder = nn.Linear(args.latent_dim + hidden_dim, 128)
+            self.out = nn.Linear(128, 32 if args.predict == "features" else env.obs_dim)
         self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
+        self.register_buffer("about_others", about_others, persistent=False)
         self.to(env.device)
 
     def init_hidden(self, matches, seats):
@@ -366,7 +372,7 @@ class OpponentModel(nn.Module):
         h = self.rnn(torch.cat((last_obs, actions), -1), h)
         x = F.relu(self.fc_obs(obs))
         mean, log_variance = self.code(F.relu(self.fc1(torch.cat((x, h), -1))))
-        subgoal = mean if self.args.inference == "mlp" else sample(mean, log_variance)
+        subgoal = mean if self.args.inference == "mlp" or self.args.code == "mean" else sample(mean, log_variance)
         return subgoal, h, (mean, log_variance)
 
     def unroll(self, obs, all_action, seat):
@@ -377,16 +383,25 @@ class OpponentModel(nn.Module):
 
     def states(self, batch, obs):
         """What subgoals encode, (rows, matches, seats, features)."""
-        if self.args.subgoal_input == "obs":
-            return obs
+        if self.args.subgoal_input != "state":
+            return obs if self.args.subgoal_input == "obs" else obs[..., self.about_others]
         return batch["state"].unsqueeze(2).expand(*obs.shape[:3], -1)
 
-    def errors(self, obs, subgoal, h, code, target):
-        """(the reconstruction error, the KL divergence of each dimension from the target's code)"""
+    def views(self, subgoal, obs):
+        """(the view that a subgoal stands for, the present one); both are 0 where it stands for nothing."""
+        views = [self.vae.decode(subgoal), self.states({}, obs)]
+        if self.args.subgoal_input == "others":
+            views = [torch.zeros_like(obs).index_copy(-1, self.about_others, view) for view in views]
+        return views
+
+    def errors(self, obs, subgoal, h, code, target, state):
+        """(the error of what is decoded, the KL divergence of each dimension from the target's code)"""
         if self.args.inference == "mlp":
             return (code[0] - target[0]).square().mean(-1), torch.zeros_like(code[0])
+        if self.args.predict == "future":
+            return self.vae.error(subgoal, state).sum(-1), kl_divergence(*code, *target)
         reconstruction = self.out(F.relu(self.decoder(torch.cat((subgoal, h), -1))))
-        original = F.relu(self.fc_obs(obs)).detach() if self.args.reconstruct == "features" else obs
+        original = F.relu(self.fc_obs(obs)).detach() if self.args.predict == "features" else obs
         return (reconstruction - original).square().mean(-1), kl_divergence(*code, *target)
 
 
@@ -424,6 +439,7 @@ class Player:
     def __init__(self, learner, agents, seats):
         self.learner = learner
         self.agents = agents
+        self.model = learner.target_model if agents is learner.target_agents else learner.model
         self.h = agents.init_hidden(*seats.shape)
         self.model_h = learner.model.init_hidden(*seats.shape)
         self.last_obs = torch.zeros(*seats.shape, learner.env.obs_dim, device=self.h.device)
@@ -436,9 +452,7 @@ class Player:
     def act(self, inputs, epsilon):
         obs = inputs.obs.unsqueeze(0)
         last_obs, all_last_action = self.last_obs.unsqueeze(0), inputs.all_last_action.unsqueeze(0)
-        subgoal, model_h, (mean, log_variance) = self.learner.model(
-            obs, last_obs, all_last_action, inputs.seat, self.model_h
-        )
+        subgoal, model_h, (mean, log_variance) = self.model(obs, last_obs, all_last_action, inputs.seat, self.model_h)
         q, h = self.agents(obs, inputs.last_action.unsqueeze(0), self.h, inputs.seat, subgoal)
         self.subgoal = subgoal[0]
         self.outputs = {"mean": mean[0], "log_variance": log_variance[0]}
@@ -452,9 +466,9 @@ class Player:
 
     def goals(self, env, seat):
         """Where the learner in `seat` of the first match expects the others: the decoded subgoal."""
-        if self.learner.args.subgoal_input != "obs":
+        if self.learner.args.subgoal_input == "state":
             return []
-        return play.predicted_places(env, seat, self.learner.model.vae.decode(self.subgoal), self.last_obs)
+        return play.predicted_places(env, seat, *self.model.views(self.subgoal, self.last_obs))
 
 
 def epsilon_greedy(q, avail, epsilon):
@@ -551,20 +565,23 @@ class Learner:
         self.agents = Agents(args, env)
         self.target_agents = copy.deepcopy(self.agents).to(env.device)  # cuDNN wants contiguous weights
         self.model = OpponentModel(args, env)
+        self.target_model = copy.deepcopy(self.model).to(env.device)
         self.parameters = list(self.agents.parameters())
         self.target_parameters = list(self.target_agents.parameters())
         self.model_parameters = [p for p in self.model.parameters() if p.requires_grad]  # all but the VAE's
+        self.target_model_parameters = [p for p in self.target_model.parameters() if p.requires_grad]
         groups = [{"params": self.parameters}, {"params": self.model_parameters, "lr": args.model_learning_rate}]
         # fused, so that an update that is not finite can be skipped without waiting for the device
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
         self.metrics = runs.Metrics(env.device)
-        self.mix_probability = torch.zeros((), device=env.device)
+        self.mix_probability = torch.tensor(float(args.q_subgoal == "selected"), device=env.device)
         self.mixing = args.mix == "q-input" and args.q_subgoal != "inferred"
         self.side_stream = SideStream(env.device)
         self.graphed_update = Graphed(self.update, env.device)
 
     def networks(self):
-        return {"agents": self.agents, "target_agents": self.target_agents, "model": self.model}
+        averages = {"target_agents": self.target_agents, "target_model": self.target_model}
+        return {"agents": self.agents, "model": self.model, **averages}
 
     def learn(self, buffer, updates):
         for batch in buffer.sample(updates, self.args.batch_size):
@@ -582,18 +599,19 @@ class Learner:
 
     def set_mix_probability(self, probability):
         """The probability of the selected subgoal in updates; once it is 0, updates need one unroll less."""
-        self.mix_probability.fill_(probability)
-        if self.mixing and self.args.q_subgoal == "mixed" and probability == 0:
-            self.mixing = False
-            self.graphed_update.clear()
+        if self.args.q_subgoal == "mixed":
+            self.mix_probability.fill_(probability)
+            if self.mixing and probability == 0:
+                self.mixing = False
+                self.graphed_update.clear()
 
     # ALGO LOGIC: the opponent model
     @torch.no_grad()
     def select(self, batch, obs, last_action, h, subgoals, last_row):
         """(the row of the state selected as each step's subgoal (steps, matches, seats), how far ahead (0: the next))
 
-        Candidates are the next `horizon` states; behind `last_row`, where the learner's part ends, that row again. They
-        are valued by single steps from the hidden state before each step; `h` is the one after it.
+        Candidates are the next `horizon` states; behind `last_row`, with which the learner's life ends, that row again.
+        They are valued by single steps from the hidden state before each step; `h` is the one after it.
         """
         args, avail = self.args, batch["avail"][:-1]
         row = torch.arange(len(avail), device=obs.device).view(-1, 1, 1)
@@ -601,7 +619,7 @@ class Learner:
             k = torch.randint(args.horizon, last_action.shape, device=obs.device)
         elif args.selector == "value":
             ahead = torch.arange(1, args.horizon + 1, device=obs.device).view(-1, 1, 1)
-            candidates = torch.minimum(row.unsqueeze(1) + ahead, last_row)  # (steps, horizon, matches, seats)
+            candidates = torch.minimum(row.unsqueeze(1) + ahead, last_row.unsqueeze(1))  # (steps, horizon, ...)
             h = torch.cat((torch.zeros_like(h[:1]), h[:-1]))
             q = self.agents.compare(obs, last_action, h, batch["seat"][0], subgoals, candidates)
             value = torch.where(avail.unsqueeze(1), q, 0.0).sum(-1)  # ranks as the mean over available actions does
@@ -610,63 +628,57 @@ class Learner:
             k = torch.full_like(last_action, 0 if args.selector == "next" else int(args.selector) - 1)
         return torch.minimum(row + 1 + k, last_row), k
 
-    def model_loss(self, batch, inputs, h, inferred):
-        """(the Q-network's subgoals at all steps, the opponent model's loss, values to log)
+    def model_loss(self, batch, inputs, h, inferred, subgoals):
+        """(the subgoals of the Q-network and the target network at all steps, the opponent model's loss, values to log)
 
         `h` is the Q-network's hidden state with the inferred subgoals; `inferred` are the outputs of model.unroll.
         """
         args = self.args
         obs, last_action, steps_left = inputs
-        subgoal, model_h, code = inferred
         alive = batch["alive"] & (steps_left >= 0).unsqueeze(-1)
         rows = torch.arange(len(alive), device=obs.device).view(-1, 1, 1)
-        last_row = torch.where(alive, rows, 0).amax(0)  # the last state that the learner sees
+        ends = torch.where(alive, len(alive), rows).flip(0).cummin(0).values.flip(0) - 1
+        last_row = torch.where(alive, ends, 0).cummax(0).values[:-1]  # the last state that the learner sees in its life
         in_episode = (steps_left[:-1] > 0).unsqueeze(-1)
         mask = alive[:-1] & in_episode  # (steps, matches, seats)
-        q_subgoal = subgoal.detach()
         with torch.no_grad():
-            codes = self.model.vae.encode(self.model.states(batch, obs))  # mean, log-variance
-            samples = sample(*codes)
-            selected, k = self.select(batch, obs[:-1], last_action[:-1], h[:-1], samples, last_row)
-            index = selected.unsqueeze(-1).expand(-1, -1, -1, args.latent_dim)
-            target = [values.gather(0, index) for values in codes]
-            if self.mixing or args.mix == "kl-target":
-                probability = {"mixed": self.mix_probability, "inferred": 0.0, "selected": 1.0}[args.q_subgoal]
-                use_selected = torch.rand(selected.shape, device=obs.device) < probability
-                use_selected = (use_selected & in_episode).unsqueeze(-1)
+            states = self.model.states(batch, obs)
+            codes = self.model.vae.encode(states)  # mean, log-variance
+            samples = codes[0] if args.code == "mean" else sample(*codes)
+            row, k = self.select(batch, obs[:-1], last_action[:-1], h[:-1], samples, last_row)
+            index = row.unsqueeze(-1)
+            state, selected, *target = (values.take_along_dim(index, 0) for values in (states, samples, *codes))
+            use_selected = torch.rand(row.shape, device=obs.device) < self.mix_probability
+            use_selected = (use_selected & in_episode).unsqueeze(-1)
             if self.mixing:
-                mixed = torch.where(use_selected, samples.gather(0, index), subgoal[:-1])
-                q_subgoal = torch.cat((mixed, subgoal[-1:]))
+                subgoals = [torch.cat((torch.where(use_selected, selected, g[:-1]), g[-1:])) for g in subgoals]
             elif args.mix == "kl-target":  # the released code: otherwise the KL is from what was inferred while acting
-                for i, name in enumerate(("mean", "log_variance")):
-                    acted = torch.where(mask.unsqueeze(-1), batch[name][:-1], 0.0)
-                    target[i] = torch.where(use_selected, target[i], acted)
+                acted = batch["mean"][:-1], batch["log_variance"][:-1]
+                target = [torch.where(use_selected | ~mask.unsqueeze(-1), *pair) for pair in zip(target, acted)]
+        subgoal, model_h, code = inferred
         code = [values[:-1] for values in code]
-        error, kl = self.model.errors(obs[:-1], subgoal[:-1], model_h[:-1], code, target)
-        ahead = k.clamp(max=args.horizon - 1).unsqueeze(-1) == torch.arange(args.horizon, device=obs.device)
-        values = torch.cat((error.unsqueeze(-1), kl, ahead.to(error.dtype)), -1)
-        means = torch.where(mask.unsqueeze(-1), values, 0.0).sum((0, 1, 2)) / mask.sum().clamp(min=1)
-        error, kl, ahead = means.split([1, args.latent_dim, args.horizon])
-        error = error.sum()
+        error, kl = self.model.errors(obs[:-1], subgoal[:-1], model_h[:-1], code, target, state)
+        error = masked_mean(mask, error)
+        kl = torch.where(mask.unsqueeze(-1), kl, 0.0).sum((0, 1, 2)) / mask.sum().clamp(min=1)
         loss = error + args.kl_weight * kl.sum()
         logs = {"omg/loss": loss, "omg/recon": error, "omg/kl": kl.sum(), "omg/kl_per_dim": kl}
-        logs |= {f"omg/selected_k/{i}": share for i, share in enumerate(ahead, 1)}
-        return q_subgoal, loss, logs
+        return subgoals, loss, logs | {"omg/selected_k": masked_mean(mask, k + 1.0)}
 
     # ALGO LOGIC: the loss
-    def td_loss(self, batch, inputs, subgoal, q, h):
+    def td_loss(self, batch, inputs, subgoals, q, h):
         """The Q-network's loss of a batch of episodes, time first, and a dictionary of values to log."""
+        subgoal, target_subgoal = subgoals
         action, reward = batch["action"][:-1], batch["reward"][:-1]  # (steps, matches, seats)
         avail, alive, seat = batch["avail"], batch["alive"], batch["seat"][0]
         obs, last_action, steps_left = inputs
         q_taken = gather_q(q[:-1], action)  # (steps, matches, seats)
         with torch.no_grad():
             target_h = self.target_agents.init_hidden(*seat.shape)
-            target_q, target_h = self.target_agents(obs, last_action, target_h, seat, subgoal)
+            target_q, target_h = self.target_agents(obs, last_action, target_h, seat, target_subgoal)
             q, target_q = q[1:], target_q[1:]
             if self.args.bootstrap_subgoal == "same":  # the next step's values with this step's subgoal
                 q = self.agents.step(obs[1:], action, h[:-1], seat, subgoal[:-1])
-                target_q = self.target_agents.step(obs[1:], action, target_h[:-1], seat, subgoal[:-1])
+                target_q = self.target_agents.step(obs[1:], action, target_h[:-1], seat, target_subgoal[:-1])
             next_value = gather_q(target_q, greedy_action(q, avail[1:]))
             mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
             terminated = batch["terminated"][:-1].unsqueeze(-1)
@@ -689,21 +701,23 @@ class Learner:
         h = self.agents.init_hidden(*seat.shape)
         with self.side_stream:
             inferred = self.model.unroll(obs, batch["all_action"][:-1], seat)
+            subgoals = [inferred[0].detach()] * 2  # of the Q-network and of the target network
+            if not self.args.paper:
+                with torch.no_grad():
+                    subgoals[1] = self.target_model.unroll(obs, batch["all_action"][:-1], seat)[0]
         self.side_stream.join()
-        subgoal = inferred[0].detach()
         with torch.set_grad_enabled(not self.mixing):  # the TD loss uses this unroll if no subgoal is replaced
-            q, next_h = self.agents(obs, last_action, h, seat, subgoal)
+            q, next_h = self.agents(obs, last_action, h, seat, subgoals[0])
         with self.side_stream:
-            mixed, model_loss, model_logs = self.model_loss(batch, inputs, next_h.detach(), inferred)
+            subgoals, model_loss, model_logs = self.model_loss(batch, inputs, next_h.detach(), inferred, subgoals)
         if self.mixing:
             self.side_stream.join()
-            subgoal = mixed
-            q, next_h = self.agents(obs, last_action, h, seat, subgoal)
-        td_loss, logs = self.td_loss(batch, inputs, subgoal, q, next_h)
+            q, next_h = self.agents(obs, last_action, h, seat, subgoals[0])
+        td_loss, logs = self.td_loss(batch, inputs, subgoals, q, next_h)
         self.side_stream.join()
         loss, logs = td_loss + model_loss, logs | model_logs
 
-        # both streams' backward passes need `obs` and `subgoal`: as local variables they are not freed in between
+        # both streams' backward passes need `obs` and `subgoals`: as local variables they are not freed in between
         self.optimizer.zero_grad()
         loss.backward()
         logs["losses/grad_norm"] = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
@@ -713,11 +727,13 @@ class Learner:
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
+            tau = 1.0 if self.args.paper else self.args.tau  # the published one has no averaged model
+            torch._foreach_lerp_(self.target_model_parameters, self.model_parameters, tau)
 
 
 def requirements(args, env):
     """What pre-trained networks depend on."""
-    choices = {name: getattr(args, name) for name in ("latent_dim", "subgoal_input", "reconstruct")}
+    choices = {name: getattr(args, name) for name in ("latent_dim", "subgoal_input", "predict")}
     return {"map": env.name.removeprefix("sc2/"), **checkpoints.env_sizes(env), **choices}
 
 
@@ -733,34 +749,18 @@ def load_vae(args, env, model):
 @torch.no_grad()
 def analyse(learner, episodes):
     """What the inferred subgoals know, in recorded episodes: docs/omg_iql.md defines the metrics."""
-    env, model = learner.env, learner.model
+    env, agents, model = learner.env, learner.target_agents, learner.target_model
     inputs = learner.inputs(episodes)
-    obs, _, steps_left = inputs
+    obs, last_action, steps_left = inputs
     seat = episodes["seat"][0]
-    subgoal, _, (mean, _) = model.unroll(obs, episodes["all_action"][:-1], seat)
-    metrics = {}
-    if learner.args.subgoal_input == "obs" and hasattr(env, "places"):
-        predicted, _ = env.places(model.vae.decode(subgoal))
-        places, visible = env.places(obs)
-        alive = episodes["alive"] & (steps_left >= 0).unsqueeze(-1)
-        by_trajectory = [values.flatten(1, 2) for values in (predicted, places, visible, alive)]
-        metrics["hit_ratio"] = hit_ratio(*by_trajectory, env.hit_distance)
-    if len(seat) == 1:  # a single match has nothing to exchange or to hold out
-        return metrics
-
-    metrics["q_sensitivity"] = q_sensitivity(learner.target_agents, episodes, inputs, subgoal)
-    # probes are fitted to half of the matches; seats rotate from match to match, so that both halves have all of them
-    mask = episodes["alive"] & (steps_left > 0).unsqueeze(-1)
-    train = (torch.arange(len(seat), device=seat.device) < (len(seat) + 1) // 2).view(1, -1, 1).expand_as(mask)
-    other = ((seat + 1) % env.n_agents).expand(len(obs), -1, -1)  # the next seat stands for the team-mates
-    policy_id = episodes["policy_id"].expand(len(obs), -1, -1).gather(-1, other)
-    is_other = mask & (policy_id >= 0)  # the next seat may be a learner's too
-    if len(policy_id[is_other].unique()) > 1:
-        classes = int(policy_id.max()) + 1
-        metrics["teammate_probe"] = linear_probe(mean[is_other], policy_id[is_other], classes, train[is_other])
-    acts = mask & episodes["all_alive"].gather(-1, other)
-    action = episodes["all_action"].gather(-1, other)
-    metrics["next_action_probe"] = linear_probe(mean[acts], action[acts], env.n_actions, train[acts])
+    subgoal, _, code = model.unroll(obs, episodes["all_action"][:-1], seat)
+    metrics = code_metrics(episodes, steps_left, *code)
+    if learner.args.subgoal_input != "state" and hasattr(env, "places"):
+        metrics |= place_metrics(env, episodes, steps_left, *model.views(subgoal, obs), learner.args.selector)
+    if len(seat) > 1:  # a single match has nothing to exchange or to hold out
+        metrics |= usage(agents, episodes, inputs, subgoal)
+        _, h = agents(obs, last_action, agents.init_hidden(*seat.shape), seat, subgoal)
+        metrics |= probes(env, episodes, steps_left, {"": code[0], "_view": torch.cat((obs, h), -1)})
     return metrics
 
 
@@ -784,11 +784,8 @@ if __name__ == "__main__":
     if args.tell_who:
         env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
     learner = Learner(args, env)
-    fields = [*FIELDS, "terminated"]
-    if args.subgoal_input == "state":
-        fields += ["state"]
-    if args.mix == "kl-target":
-        fields += ["mean", "log_variance"]
+    state_field = ["state"] * (args.subgoal_input == "state")
+    fields = [*FIELDS, "terminated", *state_field, *["mean", "log_variance"] * (args.mix == "kl-target")]
     player = Player(learner, learner.agents, team.learner_seats)
     eval_player = Player(learner, learner.target_agents, eval_team.learner_seats)
     runner = EpisodeRunner(env, team, player, fields)
@@ -799,12 +796,14 @@ if __name__ == "__main__":
     state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
     if not (args.init or args.vae):
         stand_ins = make_team(args, env, "pre-training", stand_in=True)
-        pretrain_runner = EpisodeRunner(env, stand_ins, RandomPlayer(), pretrain_cvae.FIELDS[args.subgoal_input])
+        pretrain_runner = EpisodeRunner(env, stand_ins, RandomPlayer(), [*pretrain_cvae.FIELDS, *state_field])
         state["pretraining"] = pretraining = pretrain_cvae.Pretraining(args, learner.model, pretrain_runner)
 
     with runs.Run(args, __file__, STARTED, env, learner, state) as run:
-        if run.steps == 0 and not (args.init or args.vae):
-            pretraining.run(run.writer, after_update=run.save_or_stop)
+        if run.steps == 0 and not args.init:
+            if not args.vae:
+                pretraining.run(run.writer, after_update=run.save_or_stop)
+            learner.target_model.load_state_dict(learner.model.state_dict())
         while run.in_progress():
             # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
             progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)

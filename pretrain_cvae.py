@@ -1,7 +1,6 @@
 """Pre-trains what OMG infers subgoals with: a VAE of states, and the inference model (CVAE) on the next state.
 
-The others play every seat for a while. The VAE learns to encode the states they meet, and the CVAE to expect the code
-of the next state from the past. Both go into one file for `omg_iql.py --vae FILE`; omg_iql.py does the same by itself.
+The others play every seat. Both go into one file for `omg_iql.py --vae FILE`; without one, it does the same by itself.
 
     python pretrain_cvae.py --env-id 8m --cuda --team 7qmix1omg --pool "runs/8m__qmix__*"        docs/pretrain_cvae.md
 """
@@ -42,15 +41,17 @@ class Args:
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 512 on the CPU)
 
     pretrain_timesteps: int | None = None  # steps to collect (default: 2 million on the GPU, 100,000 on the CPU)
-    pretrain_updates: int = 1500  # updates of the VAE at most; it stops early when the held-out error stagnates
-    warm_up: bool = True  # whether the CVAE is trained too, on the next state
+    pretrain_updates: int = 5000  # updates of the VAE at most; it stops early when the held-out error stagnates
     batch_size: int = 32  # episodes in an update of the CVAE
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
-    kl_weight: float = 0.001  # weight of the KL divergence beside the reconstruction error, in VAE and CVAE
+    paper: bool = False  # whether to use the published settings: docs/omg_iql.md lists them
+    vae_kl_weight: float = 0.01  # weight of the VAE's KL divergence beside its error, a sum over features
+    kl_weight: float = 0.001  # weight of the inference model's KL divergence beside its error
     latent_dim: int = 64  # size of a subgoal
-    subgoal_input: Literal["obs", "state"] = "obs"  # what subgoals encode: the learner's view or the global state
+    subgoal_input: Literal["others", "obs", "state"] = "others"  # encoded: others in view, the view, the global state
+    predict: Literal["future", "view", "features"] = "future"  # decoded: the selected state, the view or features of it
+    code: Literal["mean", "sample"] = "mean"  # what Q reads of a subgoal: the mean of its distribution, or a sample
     inference: Literal["cvae", "mlp"] = "cvae"  # the conditional VAE, or a network that predicts the subgoal itself
-    reconstruct: Literal["obs", "features"] = "obs"  # the observation (paper) or its learned features (released code)
 
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -63,21 +64,21 @@ from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng  # noqa: E402
 from envs.metrics import masked_mean  # noqa: E402
 
-FIELDS = {"obs": ("obs", "alive", "all_action"), "state": ("obs", "alive", "all_action", "state")}  # by --subgoal-input
+PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample"}  # the published options
+FIELDS = ("obs", "alive", "all_action")
 
 
 class Pretraining:
     """Trains the VAE on the states of played episodes, then the CVAE to expect the next state.
     A run that is stopped goes on after the same update; the episodes are not saved but played again."""
 
-    def __init__(self, args, model, runner, warm_up=True):
+    def __init__(self, args, model, runner):
         self.args, self.model, self.runner = args, model, runner
-        self.total = args.pretrain_updates + args.pretrain_updates // 5 * warm_up
+        self.total = args.pretrain_updates + (0 if args.paper else args.pretrain_updates // 5)
         parameters = model.vae.parameters(), [p for p in model.parameters() if p.requires_grad]  # all but the VAE's
         self.optimizers = [torch.optim.Adam(group, args.model_learning_rate) for group in parameters]
         self.progress = {"update": 0, "best": float("inf"), "patience": 0}
-        self.start = {"rng": runs.rng_state(args), "runner": runner.state_dict()}  # what the episodes depend on
-        self.rng = None
+        self.start, self.rng = {"rng": runs.rng_state(args), "runner": runner.state_dict()}, None  # before the episodes
 
     def run(self, log, after_update=lambda: None):
         """Returns the held-out errors: {"recon": ..., "kl": ..., "inference": ..., "states": number of states}."""
@@ -89,6 +90,8 @@ class Pretraining:
         *rounds, held_out = self.runner.collect(args.pretrain_timesteps)
         states = torch.cat([model.states(episodes, episodes["obs"])[episodes["mask"]] for episodes in rounds])
         test_states = model.states(held_out, held_out["obs"])[held_out["mask"]][:8192]
+        if not args.paper:  # features that are 0 or 1, and both of them
+            model.vae.binary.copy_(((states == 0) | (states == 1)).all(0) & (states.amin(0) < states.amax(0)))
         if progress["update"] and self.rng is not None:  # before the first update it follows from the episodes
             runs.set_rng_state(self.rng)
         with tqdm(total=self.total, initial=progress["update"], disable=not sys.stderr.isatty()) as bar:
@@ -103,8 +106,7 @@ class Pretraining:
             _, recon, kl = vae_loss(args, model.vae, test_states)
             inference = cvae_loss(args, model, held_out, slice(64))
         errors = {"recon": recon.item(), "kl": kl.item(), "inference": inference.item(), "states": len(states)}
-        line = "... held-out error {recon:.4f}, divergence {kl:.2f}, inference {inference:.4f}, {states:,} states"
-        print(line.format(**errors))
+        print("Held-out error {recon:.4f}, KL {kl:.2f}, inference {inference:.4f}; {states:,} states".format(**errors))
         return errors
 
     def update_vae(self, states, test_states, log):
@@ -118,9 +120,9 @@ class Pretraining:
                 loss, recon, kl = vae_loss(self.args, vae, test_states)
             log.add_scalar("pretrain/recon", recon, progress["update"])
             log.add_scalar("pretrain/kl", kl, progress["update"])
-            progress["patience"] = 0 if loss.item() < 0.99 * progress["best"] else progress["patience"] + 1
-            progress["best"] = min(progress["best"], loss.item())
-            if progress["patience"] == 3:
+            better = loss.item() < 0.99 * progress["best"]
+            progress |= {"best": loss.item(), "patience": 0} if better else {"patience": progress["patience"] + 1}
+            if progress["patience"] == 10:  # 1% in 1000 updates: shorter plateaus are common early on
                 progress["update"] = self.args.pretrain_updates
 
     def update_cvae(self, episodes):
@@ -148,11 +150,11 @@ class Pretraining:
 
 
 def vae_loss(args, vae, states):
-    """(the loss, the mean squared error, the KL divergence)"""
+    """(the loss, the mean error of a feature, the KL divergence)"""
     error, kl = vae.errors(states)
-    recon = error.mean()
-    kl = kl.sum(-1).mean()
-    return recon + args.kl_weight * kl, recon, kl
+    recon, kl = error.mean(), kl.sum(-1).mean()
+    weight = args.kl_weight if args.paper else args.vae_kl_weight / states.shape[-1]
+    return recon + weight * kl, recon, kl
 
 
 def cvae_loss(args, model, episodes, matches):
@@ -160,36 +162,33 @@ def cvae_loss(args, model, episodes, matches):
     episodes = {name: values[:, matches] for name, values in episodes.items()}
     obs = torch.where(episodes["mask"].unsqueeze(-1), episodes["obs"], 0.0)
     subgoal, h, code = model.unroll(obs, episodes["all_action"][:-1], episodes["seat"][0])
-    target = model.vae.encode(model.states(episodes, obs)[1:])
-    code = [values[:-1] for values in code]
-    error, kl = model.errors(obs[:-1], subgoal[:-1], h[:-1], code, target)
+    state = model.states(episodes, obs)[1:]
+    code, target = [values[:-1] for values in code], model.vae.encode(state)
+    error, kl = model.errors(obs[:-1], subgoal[:-1], h[:-1], code, target, state)
     return masked_mean(episodes["mask"][1:], error + args.kl_weight * kl.sum(-1))
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
+    runs.use_preset(args, PAPER if args.paper else {})
     runs.exit_on_signals()
     positive = "num_envs encounter pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
-    runs.check_ranges(args, positive, "seed", "kl_weight teammate_epsilon")
+    runs.check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
     runs.resolve_device(args)
     num_envs = 8 if args.env_id.startswith("sc2/") else 1024 if args.cuda else 512
     runs.fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": 2_000_000 if args.cuda else 100_000})
-    device = runs.set_up_torch(args)
     script = runs.load_script(args)
-    env = script.make_env(args, args.num_envs, device, "pre-training")
+    env = script.make_env(args, args.num_envs, runs.set_up_torch(args), "pre-training")
     team = script.make_team(args, env, "pre-training", stand_in=True)
     if (team.policy_id < 0).any():
         raise runs.UsageError(f"--team {args.team} has no others to watch; omg_iql.py pre-trains by itself")
     model = script.OpponentModel(args, env)
     folder = runs.make_folder(args, STARTED)
     writer = runs.Log(args, folder)
-    runner = EpisodeRunner(env, team, RandomPlayer(), FIELDS[args.subgoal_input])
-    errors = Pretraining(args, model, runner, args.warm_up).run(writer)
-    if args.subgoal_input == "obs" and env.simulated:
-        single = script.make_env(args, 1, device, "picture")
-        team = script.make_team(args, single, "picture", stand_in=True)
-        image = play.reconstruction(EpisodeRunner(single, team, RandomPlayer()), model.vae.reconstruct)
-        writer.add_image("pretrain/rebuilt", image, dataformats="HWC")
+    runner = EpisodeRunner(env, team, RandomPlayer(), (*FIELDS, *["state"] * (args.subgoal_input == "state")))
+    errors = Pretraining(args, model, runner).run(writer)
+    if args.subgoal_input != "state" and env.simulated:
+        writer.add_image("pretrain/rebuilt", play.reconstruction(runner, model), dataformats="HWC")
     writer.close()
     content = {"algorithm": args.script, "env_id": args.env_id, "args": asdict(args), "errors": errors}
     content |= {"requirements": script.requirements(args, env), "networks": {"model": model.state_dict()}}

@@ -72,15 +72,16 @@ def predicted_places(env, seat, predicted_obs, obs):
 
 
 @torch.no_grad()
-def reconstruction(runner, reconstruct, steps=10):
-    """A picture of a match after some steps, with the others where `reconstruct(obs)` has them."""
+def reconstruction(runner, model, steps=10):
+    """A picture of a match after some steps, with the others where the VAE of OMG's opponent model has them."""
     env, team = runner.env, runner.team
     env.reset()
     for _ in range(min(steps, env.episode_limit // 2)):
         env.step(runner.policy())
     obs = team.select(env.obs)
     seat = int(team.learner_seats[0, 0])
-    return env.render(goals=predicted_places(env, seat, reconstruct(obs), obs), sight=seat)
+    code, _ = model.vae.encode(model.states({}, obs))
+    return env.render(goals=predicted_places(env, seat, *model.views(code, obs)), sight=seat)
 
 
 # ---- playing ----

@@ -188,6 +188,13 @@ def fill_in(args, defaults):
             setattr(args, name, value)
 
 
+def use_preset(args, preset):
+    """Sets the arguments that still have their defaults; names that a script does not have are left out."""
+    for name, value in preset.items():
+        if name in vars(args) and getattr(args, name) == getattr(type(args), name):
+            setattr(args, name, value)
+
+
 def check_team_options(args):
     """Rejects options that do not go together."""
     if args.team != "self" and not getattr(args, "share_parameters", True):

@@ -25,6 +25,7 @@ def env_spec(**changes):
         "n_agents": 3, "n_actions": 4, "obs_dim": 5, "state_dim": 7, "episode_limit": 8, "team_reward": True,
         "return_scale": 2.0,
         "ego_first": False, "device": CPU,
+        "about_others": torch.tensor([False, True, False, True, True]),
     }  # fmt: skip
     spec |= changes
     return SimpleNamespace(**spec, encounters=1, leaving_ends=not spec["team_reward"])
@@ -163,6 +164,13 @@ def decode(vae, code):
     return linear(vae.out, leaky_layers(vae.decoder, code))
 
 
+def decoding_error(vae, code, state):
+    """Of each feature: cross-entropy where it is 0 or 1, else squared."""
+    x, binary = decode(vae, code), vae.binary.numpy()
+    entropy = np.log1p(np.exp(-np.abs(x))) + np.maximum(x, 0) - x * state
+    return np.where(binary, entropy, (x - state) ** 2)
+
+
 def kl(mean, log_variance, other_mean, other_log_variance):
     ratio = np.exp(log_variance - other_log_variance)
     return 0.5 * np.sum(ratio - 1 - np.log(ratio) + (mean - other_mean) ** 2 / np.exp(other_log_variance))
@@ -196,6 +204,7 @@ def plain_losses(name, learner, batch):
     for m, length in enumerate(batch["lengths"].tolist()):
         for place in range(batch["seat"].shape[2]):
             inferred = model_terms(learner, data, m, place, length, terms)
+            inferred = inferred if isinstance(inferred, tuple) else (inferred, inferred)
             terms["td"] += [error**2 for error in td_errors(learner, data, m, place, inferred)]
     if name == "mix_iql":
         for key in ("future", "return"):
@@ -218,22 +227,22 @@ def as_numpy(batch):
 
 
 def td_errors(learner, data, m, place, inferred):
-    """Of the steps of one match and seat."""
+    """Of the steps of one match and seat; inferred: what the Q-network and the target network read."""
     args, env, networks = learner.args, learner.env, (learner.agents, learner.target_agents)
     same_subgoal = getattr(args, "bootstrap_subgoal", "next") == "same"
-    seat, length = int(data["seat"][0, m, place]), len(inferred) - 1
+    seat, length = int(data["seat"][0, m, place]), len(inferred[0]) - 1
     obs, avail, action, alive = (data[name][:, m, place] for name in ("obs", "avail", "action", "alive"))
     hidden, unrolled = [np.zeros(args.hidden_dim)] * 2, []
     for t in range(length + 1):
-        inputs = (obs[t], action[t - 1] if t else -1, seat, inferred[t])
-        values, hidden = zip(*(q_step(network, env, *inputs, h) for network, h in zip(networks, hidden)))
+        inputs = (obs[t], action[t - 1] if t else -1, seat)
+        values, hidden = zip(*(q_step(n, env, *inputs, read[t], h) for n, read, h in zip(networks, inferred, hidden)))
         unrolled.append((values, hidden))
     next_target, errors = 0.0, []
     for t in reversed(range(length)):
         q, target_q = unrolled[t + 1][0]
         if same_subgoal:
-            inputs = (obs[t + 1], action[t], seat, inferred[t])
-            q, target_q = (q_step(network, env, *inputs, h)[0] for network, h in zip(networks, unrolled[t][1]))
+            inputs, hidden = (obs[t + 1], action[t], seat), unrolled[t][1]
+            q, target_q = (q_step(n, env, *inputs, read[t], h)[0] for n, read, h in zip(networks, inferred, hidden))
         next_value = target_q[np.argmax(np.where(avail[t + 1], q, -np.inf))]
         if t == length - 1:
             next_target = next_value
@@ -343,17 +352,20 @@ def prediction_terms(env, data, m, place, t, terms, log_probs, predicted_obs=Non
                 terms["obs_error"].append(np.mean((predicted_obs[number] - data["all_obs"][t, m, other]) ** 2))
 
 
-def plain_inference(learner, data, m, place, length):
+def plain_inference(learner, model, data, m, place, length):
     """OMG's inference at each step of a match: (mean, log-variance, reconstruction error)."""
-    model, h, inferred = learner.model, np.zeros(learner.model.hidden_dim), []
+    h, inferred = np.zeros(model.hidden_dim), []
     for t in range(length + 1):
         obs = data["obs"][t, m, place]
         h = gru(model.rnn, past_inputs(learner, data, m, place, t), h)
         features = relu(linear(model.fc_obs, obs))
         code = gaussian(model.code, relu(linear(model.fc1, np.concatenate((features, h)))))
-        x = relu(linear(model.decoder, np.concatenate((code[0], h))))
-        original = features if learner.args.reconstruct == "features" else obs
-        inferred.append((*code, np.mean((linear(model.out, x) - original) ** 2)))
+        error = None
+        if learner.args.predict != "future":
+            x = relu(linear(model.decoder, np.concatenate((code[0], h))))
+            original = features if learner.args.predict == "features" else obs
+            error = np.mean((linear(model.out, x) - original) ** 2)
+        inferred.append((*code, error))
     return inferred
 
 
@@ -361,29 +373,37 @@ def omg_terms(learner, data, m, place, length, terms):
     args, env = learner.args, learner.env
     seat = int(data["seat"][0, m, place])
     obs, avail, action, alive = (data[name][:, m, place] for name in ("obs", "avail", "action", "alive"))
-    states = obs if args.subgoal_input == "obs" else data["state"][:, m]
+    about_others = env.about_others.numpy()
+    states = {"others": obs[:, about_others], "obs": obs, "state": data["state"][:, m]}[args.subgoal_input]
     last_row = sum(alive[: length + 1]) - 1
-    inferred = plain_inference(learner, data, m, place, length)
+    inferred, by_target = (
+        plain_inference(learner, model, data, m, place, length)
+        for model in (learner.model, learner.model if args.paper else learner.target_model)
+    )
     choose = max if args.subgoal_mode == "optimistic" else min
-    h, subgoals = np.zeros(args.hidden_dim), []
+    h, subgoals, target_subgoals = np.zeros(args.hidden_dim), [], []
     for t in range(length):
         last_action = action[t - 1] if t else -1
         candidates = []
-        for k in range(1, args.horizon + 1):
-            code = encode(learner.model.vae, states[min(t + k, last_row)])
+        for k in range(1, args.horizon + 1) if args.selector == "value" else [int(args.selector)]:
+            state = states[min(t + k, last_row)]
+            code = encode(learner.model.vae, state)
             q, _ = q_step(learner.agents, env, obs[t], last_action, seat, code[0], h)
-            candidates.append((np.mean(q[avail[t]]), code))
-        selected = choose(candidates, key=lambda candidate: candidate[0])[1]
+            candidates.append((np.mean(q[avail[t]]), code, state))
+        _, selected, state = choose(candidates, key=lambda candidate: candidate[0])
         mean, log_variance, error = inferred[t]
+        if args.predict == "future":
+            error = decoding_error(learner.model.vae, mean, state).sum()
         _, h = q_step(learner.agents, env, obs[t], last_action, seat, mean, h)
         subgoals.append(selected[0] if args.q_subgoal == "selected" else mean)
+        target_subgoals.append(selected[0] if args.q_subgoal == "selected" else by_target[t][0])
         if alive[t]:
             target = selected
             if args.mix == "kl-target":  # the probability of the selected one is 0
                 target = data["mean"][t, m, place], data["log_variance"][t, m, place]
             terms["recon"].append(error)
             terms["kl"].append(kl(mean, log_variance, *target))
-    return [*subgoals, inferred[length][0]]
+    return [*subgoals, inferred[length][0]], [*target_subgoals, by_target[length][0]]
 
 
 # ---- gradients, and what a change of a batch does to them ----

@@ -12,7 +12,7 @@ OF_TEAM_SCRIPTS = {"FIELDS", "check_args", "Learner.__init__", "Learner.networks
 OF_MODEL_SCRIPTS = {
     "FIELDS", "check_args", "make_team", "analyse", "Args.team", "Args.latent_dim", "Agents.__init__",
     "OpponentModel.__init__", "OpponentModel.forward", "OpponentModel.unroll", "Player.__init__", "Player.reset",
-    "Player.act", "Learner.__init__", "Learner.model_loss", "Learner.update", "Agents.forward",
+    "Player.act", "Learner.__init__", "Learner.networks", "Learner.model_loss", "Learner.update", "Agents.forward",
 }  # fmt: skip
 OF_ALL_SCRIPTS = OF_TEAM_SCRIPTS | OF_MODEL_SCRIPTS | {"load_player"}
 OF_POLICY_SCRIPTS = {  # that they do not have in common with those that learn values
@@ -97,7 +97,7 @@ def test_options_of_the_pretraining_are_those_of_omg():
     """Its file can only be used with the same sizes; other defaults have other reasons."""
     one, other = definitions("omg_iql"), definitions("pretrain_cvae")
     shared = {key for key in one.keys() & other.keys() if key.startswith("Args.")}
-    assert {"Args.latent_dim", "Args.inference", "Args.reconstruct", "Args.kl_weight"} <= shared
+    assert {"Args.latent_dim", "Args.inference", "Args.predict", "Args.kl_weight"} <= shared
     different = {key for key in shared if one[key] != other[key]}
     assert different <= {
         "Args.team", "Args.num_envs", "Args.batch_size", "Args.pretrain_timesteps", "Args.pretrain_updates",

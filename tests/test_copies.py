@@ -120,7 +120,8 @@ def test_omg_learns_in_a_team_with_copies(copies, monkeypatch, one_thread):
     train("omg_iql", "with_copies", team="1mine1my_omg1omg", pool=tuple(made.values()))
     _, results = results_of(folder, "with_copies/3m__omg_iql__1__*")
     assert results["algorithm"] == "omg_iql" and results["updates"] > 0
-    assert set(results["omg"]) >= {"hit_ratio", "q_sensitivity"}
+    assert set(results["omg"]) >= {"hit_ratio", "active_dims"}
+    assert {"usage_within", "usage_across"} & set(results["omg"])
 
 
 @pytest.mark.slow

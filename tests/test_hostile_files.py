@@ -116,7 +116,7 @@ def test_files_of_other_kinds(original, content, tmp_path):
         path.write_bytes(content)
     else:
         torch.save(torch.nn.Linear(2, 2) if isinstance(content, str) else content, path)
-    env, vae = envs.make("3m"), SimpleNamespace(vae=path, latent_dim=1, subgoal_input="obs", reconstruct="obs")
+    env, vae = envs.make("3m"), SimpleNamespace(vae=path, latent_dim=1, subgoal_input="obs", predict="view")
     for load in (
         lambda: resume(tmp_path),
         lambda: load_runner(tmp_path, env),

@@ -21,7 +21,7 @@ import omg_iql
 import pretrain_cvae
 from envs import checkpoints
 from envs.episodes import EpisodeRunner, Graphed, SideStream, load_runner
-from envs.metrics import hit_ratio, linear_probe, q_sensitivity
+from envs.metrics import exchanged, halves, hit_ratio, linear_probe, place_errors, usage
 from envs.team import Team
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,11 +54,53 @@ def test_samples_have_the_mean_and_the_variance_of_the_code():
 
 
 def test_the_features_to_reconstruct_are_not_trained_by_the_reconstruction():
-    model = make_learner(reconstruct="features").model
+    model = make_learner(predict="features").model
     code = target = torch.randn(2, 7, 4)
-    error, _ = model.errors(torch.randn(7, 5), torch.randn(7, 4), torch.randn(7, 96), code, target)
+    error, _ = model.errors(torch.randn(7, 5), torch.randn(7, 4), torch.randn(7, 96), code, target, None)
     error.sum().backward()
     assert model.fc_obs.weight.grad is None and model.out.weight.grad.abs().sum() > 0
+
+
+def test_features_that_are_0_or_1_cost_their_cross_entropy():
+    """Against a plain loop. Others, and those of which pre-training saw one value only, have squared errors."""
+    env, states = env_spec(), torch.rand(30, 5)
+    states[:, 1], states[:, 4] = torch.arange(30) % 2, 1.0
+    learner = make_learner(env, subgoal_input="obs", pretrain_timesteps=1, pretrain_updates=1)
+    runner = RecordedRunner(random_batch(env, deaths=()))
+    runner.episodes["obs"] = states[torch.randint(30, runner.episodes["obs"].shape[:3])]
+    pretrain(learner, runner)
+    vae = learner.model.vae
+    assert vae.binary.tolist() == [False, True, False, False, False]
+    with torch.no_grad():
+        vae.out.weight.mul_(0.01)
+    codes = torch.randn(30, 4)
+    found = vae.error(codes, states)
+    for code, state, errors in zip(codes, states.tolist(), found.tolist()):
+        x = reference.decode(vae, code.double().numpy())
+        for k in range(5):
+            share = 1 / (1 + np.exp(-x[k]))
+            chance = share if state[k] == 1 else 1 - share
+            expected = -np.log(chance) if k == 1 else (x[k] - state[k]) ** 2
+            assert errors[k] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        decoded = vae.decode(code)
+        assert decoded[1].item() == pytest.approx(1 / (1 + np.exp(-x[1])), rel=1e-3)
+        assert decoded[0].item() == pytest.approx(x[0], rel=1e-3, abs=1e-5)
+
+
+def test_published_pretraining_has_squared_errors_only():
+    env = env_spec()
+    learner = make_learner(env, paper=True, pretrain_timesteps=1, pretrain_updates=1)
+    runner = RecordedRunner(random_batch(env, deaths=()))
+    runner.episodes["obs"] = (runner.episodes["obs"] > 0).float()
+    pretrain(learner, runner)
+    assert not learner.model.vae.binary.any()
+
+
+def test_a_feature_beyond_0_and_1_costs_no_less_than_nothing():
+    """One that was 0 or 1 in pre-training may not be later: its cross-entropy would have no lower bound."""
+    vae = make_learner().model.vae
+    vae.binary.fill_(True)
+    assert vae.error(100 * torch.randn(50, 4), 5 * torch.randn(50, 3)).min() >= 0
 
 
 # ---- pre-training ----
@@ -81,15 +123,16 @@ class RecordedRunner:
         pass
 
 
-def pretrain(learner, runner, **options):
-    return pretrain_cvae.Pretraining(learner.args, learner.model, runner, **options).run(NO_LOG)
+def pretrain(learner, runner):
+    return pretrain_cvae.Pretraining(learner.args, learner.model, runner).run(NO_LOG)
 
 
 @pytest.mark.usefixtures("samples_are_means")
-@pytest.mark.parametrize("subgoal_input", ["obs", "state"])
-def test_errors_of_pretraining_equal_plain_loops(subgoal_input):
+@pytest.mark.parametrize("predict", ["future", "view"])
+@pytest.mark.parametrize("subgoal_input", ["others", "obs", "state"])
+def test_errors_of_pretraining_equal_plain_loops(subgoal_input, predict):
     env = env_spec()
-    learner = make_learner(env, subgoal_input=subgoal_input, pretrain_timesteps=1)
+    learner = make_learner(env, subgoal_input=subgoal_input, predict=predict, pretrain_timesteps=1)
     learner.args.pretrain_updates = 0
     batch, terms = random_batch(env), {"recon": [], "kl": [], "inference": []}
     data, vae = reference.as_numpy(batch), learner.model.vae
@@ -99,8 +142,9 @@ def test_errors_of_pretraining_equal_plain_loops(subgoal_input):
     errors = pretrain(learner, RecordedRunner(batch))
     for m, length in enumerate(reference.LENGTHS):
         for place in range(2):
-            states = data["obs"][:, m, place] if subgoal_input == "obs" else data["state"][:, m]
-            inferred = reference.plain_inference(learner, data, m, place, length)
+            states = data["state"][:, m] if subgoal_input == "state" else data["obs"][:, m, place]
+            states = states[:, env.about_others.numpy()] if subgoal_input == "others" else states
+            inferred = reference.plain_inference(learner, learner.model, data, m, place, length)
             for t in range(length + 1):
                 if not data["alive"][t, m, place]:
                     continue
@@ -109,25 +153,28 @@ def test_errors_of_pretraining_equal_plain_loops(subgoal_input):
                 terms["kl"].append(reference.kl(*code, np.zeros(4), np.zeros(4)))
                 if t > 0:  # the state that was to be expected before
                     *expected, error = inferred[t - 1]
+                    if predict == "future":
+                        error = reference.decoding_error(vae, expected[0], states[t]).sum()
                     terms["inference"].append(error + learner.args.kl_weight * reference.kl(*expected, *code))
     assert errors["states"] == len(terms["recon"])
     for name, values in terms.items():
         assert errors[name] == pytest.approx(np.mean(values), rel=1e-4)
 
 
-@pytest.mark.parametrize("warm_up", [True, False])
-def test_pretraining_trains_both_networks_and_freezes_the_vae(warm_up):
-    env = env_spec()
-    learner = make_learner(env, pretrain_timesteps=1, pretrain_updates=1, batch_size=4, model_learning_rate=5e-3)
+@pytest.mark.parametrize("paper", [False, True])
+def test_pretraining_trains_both_networks_and_freezes_the_vae(paper):
+    """The published pre-training is of the VAE alone."""
+    env, options = env_spec(), {"pretrain_timesteps": 1, "batch_size": 4, "model_learning_rate": 5e-3, "paper": paper}
+    learner = make_learner(env, pretrain_updates=1, **options)
     runner = RecordedRunner(random_batch(env, deaths=()))
-    first = pretrain(learner, runner, warm_up=warm_up)
+    first = pretrain(learner, runner)
     before = learner.model.rnn.weight_hh_l0.detach().clone()
     learner.args.pretrain_updates = 100
-    second = pretrain(learner, runner, warm_up=warm_up)
+    second = pretrain(learner, runner)
     assert second["recon"] < 0.5 * first["recon"]
-    if warm_up:
+    if not paper:
         assert second["inference"] < 0.5 * first["inference"]
-    assert torch.equal(learner.model.rnn.weight_hh_l0, before) != warm_up
+    assert torch.equal(learner.model.rnn.weight_hh_l0, before) == paper
     for name, weights in learner.model.named_parameters():
         assert weights.requires_grad != name.startswith("vae.")
 
@@ -161,6 +208,41 @@ def test_pretraining_is_measured_on_episodes_that_it_does_not_learn_from(monkeyp
     assert len(vae_states) == 10 and cvae_rounds == {1, 2}
 
 
+@pytest.mark.parametrize(
+    ("losses", "updates"),
+    [
+        ([5.0] * 60, 1100),  # ten checks without a better one
+        ([5.0] * 9 + [4.0] * 60, 2000),  # a plateau is not the end
+        ([5 * 0.995**k for k in range(60)], 5000),  # slow, but 1% in every other check
+        ([1.0, *(5.0 - 0.01 * k for k in range(60))], 1100),  # better than the last ones, not than the best
+    ],
+    ids=["flat", "plateau", "slow", "worse"],
+)
+def test_pretraining_stops_when_it_gains_less_than_1_percent_in_1000_updates(losses, updates, monkeypatch):
+    env, left = env_spec(), list(losses)
+    learner = make_learner(env, paper=True, pretrain_timesteps=1, pretrain_updates=5000)
+    taken, tensor = [], torch.zeros((), requires_grad=True)
+
+    def vae_loss(args, vae, states):
+        return (tensor if torch.is_grad_enabled() else torch.tensor(left.pop(0))), tensor, tensor
+
+    monkeypatch.setattr(pretrain_cvae, "vae_loss", vae_loss)
+    step = pretrain_cvae.Pretraining.step
+    monkeypatch.setattr(pretrain_cvae.Pretraining, "step", lambda *args: taken.append(1) or step(*args))
+    pretrain(learner, RecordedRunner(random_batch(env)))
+    assert len(taken) == updates
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_weights_of_the_divergence(paper):
+    """Beside the error summed over features, or with the published settings beside its mean."""
+    learner = make_learner(paper=paper, kl_weight=0.1, vae_kl_weight=0.2)
+    size = 5 if paper else 3
+    loss, recon, kl = pretrain_cvae.vae_loss(learner.args, learner.model.vae, torch.randn(50, size))
+    expected = recon + 0.1 * kl if paper else (size * recon + 0.2 * kl) / size
+    torch.testing.assert_close(loss, expected)
+
+
 # ---- the selection of subgoals ----
 class SubgoalValues(torch.nn.Module):
     """Q of an action is the subgoal's number at that place: the value of a candidate is in its code."""
@@ -171,7 +253,7 @@ class SubgoalValues(torch.nn.Module):
 
 def selected_rows(codes, last_row, avail=None, **options):
     """The rows selected for one match and one seat; codes (rows, actions)."""
-    learner = make_learner(env_spec(n_actions=2), latent_dim=2, **options)
+    learner = make_learner(env_spec(n_actions=2), latent_dim=2, **{"selector": "value", **options})
     learner.agents = SubgoalValues()
     codes = torch.tensor(codes).view(-1, 1, 1, 2)
     steps = len(codes) - 1
@@ -197,6 +279,20 @@ def test_nothing_is_selected_behind_the_last_row_of_the_learner():
     assert selected_rows(codes, 3, selector="random")[2] == 3
     codes[4] = codes[5] = [float("nan")] * 2
     assert selected_rows(codes, 3)[:3] == [2, 2, 3]
+
+
+def test_a_subgoal_is_of_the_same_life():
+    """In encounters that are one episode, the learner is alive again in the next match."""
+    env = env_spec()
+    learner, batch = make_learner(env, selector="3"), random_batch(env, (8,), ((0,),), deaths=())
+    batch["alive"][3:5] = False
+    found = []
+    select = learner.select
+    learner.select = lambda *args: found.append(select(*args)) or found[-1]
+    reference.loss_of(learner, batch)
+    rows = found[0][0].flatten().tolist()
+    assert rows[:3] == [2, 2, 2] and rows[5:8] == [8, 8, 8]
+    assert max(rows[3:5]) <= 2  # masked: but nothing from behind
 
 
 def test_the_value_of_a_state_is_the_mean_over_available_actions():
@@ -300,9 +396,11 @@ def test_losses_are_the_models_and_the_q_networks_one_after_the_other(options):
         h = learner.agents.init_hidden(*seat.shape)
         with torch.no_grad():
             _, hidden = learner.agents(obs, last_action, h, seat, inferred[0])
-        subgoal, model_loss, model_logs = learner.model_loss(batch, inputs, hidden, inferred)
-        q, hidden = learner.agents(obs, last_action, h, seat, subgoal)
-        td_loss, logs = learner.td_loss(batch, inputs, subgoal, q, hidden)
+            averaged = learner.target_model.unroll(obs, batch["all_action"][:-1], seat)
+        subgoals = [inferred[0].detach(), averaged[0]]
+        subgoals, model_loss, model_logs = learner.model_loss(batch, inputs, hidden, inferred, subgoals)
+        q, hidden = learner.agents(obs, last_action, h, seat, subgoals[0])
+        td_loss, logs = learner.td_loss(batch, inputs, subgoals, q, hidden)
         return td_loss + model_loss, logs | model_logs
 
     for compute in (lambda learner: reference.loss_of(learner, batch), by_hand):
@@ -348,6 +446,29 @@ def test_a_side_stream_on_the_gpu_changes_no_weight(probability):
 
 
 # ---- what the model reads ----
+@pytest.mark.parametrize(
+    ("env_id", "numbers"),
+    [
+        ("3m", 2 * 5), ("2s3z", 4 * 8), ("stag_hunt_4x4", 16 * 3 + 3 * 7), ("Foraging-8x8-2p-3f-v3", 3),
+        ("coin_game", 9), ("snowdrift", 64 * 3), ("simple_tag", 2 * 3 + 2), ("popp", 2 * 3 + 2), ("matrix_ipd", None),
+    ],
+)  # fmt: skip
+def test_what_observations_tell_of_the_others(env_id, numbers):
+    """It is all that their places are read off, and nothing else tells of them."""
+    env = envs.make(env_id, num_envs=16)
+    assert env.about_others.shape == (env.obs_dim,)
+    if numbers is None:  # no part of it is told apart
+        assert env.about_others.all()
+        return
+    assert env.about_others.sum() == numbers
+    env.reset(seed=1)
+    for _ in range(3):
+        env.step(env.scripted_actions("random" if "random" in env.policies else env.policies[0]))
+    shown = torch.where(env.about_others, env.obs, 0.0)
+    for whole, part in zip(env.places(env.obs), env.places(shown)):
+        assert torch.equal(whole[:, :, 1 - env.n_agents :], part[:, :, 1 - env.n_agents :])
+
+
 def test_of_the_others_only_their_actions_matter():
     env = env_spec()
     learner, batch = make_learner(env), random_batch(env, (6, 4), ((1,), (2,)), deaths=())
@@ -411,6 +532,51 @@ def test_acting_infers_and_values_as_the_unroll_of_training(env_id, team):
         torch.testing.assert_close(acted, q, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("paper", [False, True])
+def test_the_averaged_inference_model_plays_greedily(paper):
+    """It moves with every update as the target network does; the published one is the newest."""
+    env = env_spec()
+    learner, batch = make_learner(env, paper=paper, tau=0.25), long_batch(env)
+    before = [weights.detach().clone() for weights in learner.target_model_parameters]
+    learner.update(batch)
+    for old, newest, averaged in zip(before, learner.model_parameters, learner.target_model_parameters):
+        torch.testing.assert_close(averaged, newest if paper else 0.75 * old + 0.25 * newest)
+    seats = torch.tensor([[0]])
+    assert omg_iql.Player(learner, learner.target_agents, seats).model is learner.target_model
+    assert omg_iql.Player(learner, learner.agents, seats).model is learner.model
+
+
+def test_by_default_nothing_is_drawn_but_what_is_mixed():
+    """What the Q-network reads, and the codes that are selected from, are means."""
+    env, read = env_spec(), []
+    learner, batch = make_learner(env), long_batch(env)
+    learner.set_mix_probability(1.0)
+    learner.agents.register_forward_pre_hook(lambda _, inputs: read.append(inputs[4].clone()))
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        reference.loss_of(learner, batch)
+    inferred, mixed, *again = read
+    assert torch.equal(inferred, again[0]) and torch.equal(mixed, again[1]) and not torch.equal(inferred, mixed)
+    inputs = learner.inputs(batch)
+    _, _, (mean, _) = learner.model.unroll(inputs[0], batch["all_action"][:-1], batch["seat"][0])
+    torch.testing.assert_close(inferred, mean)
+    codes, _ = learner.model.vae.encode(inputs[0][..., env.about_others])
+    torch.testing.assert_close(mixed[:30], codes[5:35])  # --selector 5
+
+
+def test_published_settings(tmp_path):
+    """Options that are given hold; the others are the paper's."""
+    args = omg_iql.Args(paper=True, selector="random")
+    omg_iql.check_args(args)
+    assert (args.subgoal_input, args.predict, args.code, args.selector) == ("obs", "view", "sample", "random")
+    again = omg_iql.Args(**vars(args))  # as a run that is resumed
+    omg_iql.check_args(again)
+    assert again == args
+    file = train("pretrain_cvae", tmp_path, paper=True, **HUNT)["folder"] / "vae.pt"
+    args = train("omg_iql", tmp_path / "runs", paper=True, vae=file, **HUNT)["args"]
+    assert (args.subgoal_input, args.predict, args.code, args.selector) == ("obs", "view", "sample", "value")
+
+
 def test_recorded_episodes_have_the_learners_rows():
     _, runner = make_runner("omg_iql", "stag_hunt_4x4", "1NH2omg1NS", num_envs=8)
     env, team, taken = runner.env, runner.team, []
@@ -446,30 +612,36 @@ def on_a_line(*numbers):
 
 
 def test_hit_ratio_of_an_example():
-    """Five states on a line; predictions of the first two hit the third and the fourth."""
+    """Five places on a line; the first two predictions are places that follow, the next two are not."""
     places, predicted = on_a_line(0.0, 10, 20, 30, 40), on_a_line(20.5, 30, 20, 10, 0)
     visible, mask = torch.ones(5, 1, 1, dtype=torch.bool), torch.ones(5, 1, dtype=torch.bool)
-    assert hit_ratio(predicted, places, visible, mask, 1.0) == pytest.approx(0.4)
-    assert hit_ratio(predicted, places, visible, mask, 0.5) == pytest.approx(0.2)
+    assert hit_ratio(predicted, places, visible, mask, 1.0) == pytest.approx(2 / 4)
+    assert hit_ratio(predicted, places, visible, mask, 0.5) == pytest.approx(1 / 4)
     # what is masked does not count
     longer = [torch.cat((values, torch.full_like(values[:3], float("nan")))) for values in (predicted, places)]
     longer += [torch.cat((visible, visible[:3])), torch.cat((mask, ~mask[:3]))]
-    assert hit_ratio(*longer, 1.0) == pytest.approx(0.4)
+    assert hit_ratio(*longer, 1.0) == pytest.approx(2 / 4)
 
 
-def test_hit_ratio_counts_equal_states_once_and_any_of_them_can_be_hit():
-    places, predicted = on_a_line(0.0, 10, 0, 10, 50), on_a_line(99.0, 99, 10, 99, 99)
-    visible, mask = torch.ones(5, 1, 1, dtype=torch.bool), torch.ones(5, 1, dtype=torch.bool)
-    assert hit_ratio(predicted, places, visible, mask, 1.0) == pytest.approx(1 / 3)
-
-
-def test_a_hit_takes_all_visible_others_and_no_invisible_one():
+def test_hits_count_for_each_other_where_it_is_visible():
     places, predicted = torch.zeros(2, 1, 2, 2), torch.zeros(2, 1, 2, 2)
     places[1, 0, 1] = 5
     visible, mask = torch.ones(2, 1, 2, dtype=torch.bool), torch.ones(2, 1, dtype=torch.bool)
-    assert hit_ratio(predicted, places, visible, mask, 1.0) == 0
-    visible[1, 0, 1] = False
     assert hit_ratio(predicted, places, visible, mask, 1.0) == 0.5
+    visible[0, 0, 1] = False
+    assert hit_ratio(predicted, places, visible, mask, 1.0) == 1
+
+
+def test_errors_of_places_beside_those_without_a_model():
+    """One other walks 1, 2, 3, ... along both axes; predicted is where it will be in two steps, but for one step."""
+    places = on_a_line(*map(float, range(9)))
+    predicted = places + 2
+    predicted[3] += 1
+    visible, mask = torch.ones(9, 1, 1, dtype=torch.bool), torch.ones(9, 1, dtype=torch.bool)
+    found = place_errors(predicted, places, visible, mask, 2)
+    assert found["place_error"] == pytest.approx(2**0.5 / 6) and found["place_error_moving"] == 0
+    assert found["place_error_still"] == pytest.approx(2 * 2**0.5)
+    assert place_errors(predicted[:3], places[:3], visible[:3], mask[:3], 2) == {}
 
 
 def test_perfect_predictions_of_places_are_hits():
@@ -495,22 +667,70 @@ def test_a_linear_probe_reads_what_is_linear_and_nothing_else():
     assert linear_probe(features, torch.randint(3, (600,)), 3, train) < 0.45
 
 
-def test_subgoals_inferred_behind_an_end_are_not_exchanged():
+def test_what_is_inferred_is_exchanged_within_and_across_policies():
+    policy_id = torch.tensor([[-1, 3], [3, -1], [-1, 4], [-1, 5], [5, -1]])
+    assert exchanged(policy_id).tolist() == [[1, 0, -1, 4, 3], [2, 2, 3, 0, 0]]
+
+
+class ActsAsInferred:
+    """A Q-network whose values are what is inferred."""
+
+    def init_hidden(self, matches, seats):
+        return torch.zeros(matches, seats, 1)
+
+    def __call__(self, obs, last_action, h, seat, inferred):
+        return inferred, h
+
+
+@pytest.mark.parametrize(
+    ("told", "within", "across"),
+    [(1.0, 0, 1), (0.0, 0.75, 0.75), (0.5, 0.375, 0.875)],  # of four actions, noise changes three in four
+    ids=["the policy", "noise", "half of the steps"],
+)
+def test_usage_is_what_depends_on_the_policies(told, within, across):
+    """What is inferred asks for the action of the policy's number in a share of the steps, else for a random one."""
+    env = env_spec()
+    learner, batch = make_learner(env), long_batch(env)
+    batch["avail"][:] = True
+    policy = torch.arange(20) % 2
+    batch["policy_id"] = torch.stack((torch.full((20,), -1), torch.full((20,), -1), policy), 1)
+    torch.manual_seed(0)
+    action = torch.randint(4, (42, 20, 2))
+    action[: round(40 * told)] = policy.view(1, -1, 1)
+    inferred = torch.nn.functional.one_hot(action, 4).float()
+    found = usage(ActsAsInferred(), batch, learner.inputs(batch), inferred)
+    tolerance = 0 if told == 1 else 0.03
+    assert found["usage_within"] == pytest.approx(within, abs=tolerance)
+    assert found["usage_across"] == pytest.approx(across, abs=tolerance)
+    assert found["usage"] == pytest.approx(found["usage_across"] - found["usage_within"])
+    batch["avail"][..., 1:] = False  # there is nothing to choose
+    assert set(usage(ActsAsInferred(), batch, learner.inputs(batch), inferred).values()) == {0.0}
+
+
+def test_what_is_inferred_behind_an_end_is_not_exchanged():
     env = env_spec()
     learner, batch = make_learner(env), random_batch(env, (3, 8, 5), ((0,), (1,), (2,)), ((1, 1, 4),))
+    batch["policy_id"] = torch.tensor([[-1, 1, 1], [2, -1, 2], [1, 1, -1]])
     inferred = torch.randn(10, 3, 1, 4)
-    before = q_sensitivity(learner.target_agents, batch, learner.inputs(batch), inferred)
+    before = usage(learner.target_agents, batch, learner.inputs(batch), inferred)
     for match, end in enumerate((3, 4, 5)):  # the second learner dies
         inferred[end:, match] = 100.0
-    assert q_sensitivity(learner.target_agents, batch, learner.inputs(batch), inferred) == before > 0
+    assert usage(learner.target_agents, batch, learner.inputs(batch), inferred) == before
+
+
+def test_both_halves_of_the_matches_have_every_seat():
+    seat = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2]).unsqueeze(1)
+    half = halves(seat)
+    assert [int((seat[half] == k).sum()) for k in range(3)] == [2, 2, 2]
 
 
 def test_a_single_match_has_no_metrics_that_take_two():
     _, runner = make_runner("omg_iql", "stag_hunt_4x4", "1NS1learner1NH1learner")
     runner.play(1.0)
-    metrics = runner.player.analyse(runner.selection())
-    assert metrics.keys() == {"hit_ratio", "q_sensitivity", "teammate_probe", "next_action_probe"}
-    assert runner.player.analyse(runner.selection(slice(1))).keys() == {"hit_ratio"}
+    of_codes = {"active_dims", "noise_share", "hit_ratio", "place_error", "place_error_still", "place_error_moving"}
+    kinds = {f"{name}{end}" for name in ("teammate_probe", "next_action_probe") for end in ("", "_view")}
+    assert runner.player.analyse(runner.selection()).keys() == of_codes | kinds | {"usage_within"}
+    assert runner.player.analyse(runner.selection(slice(1))).keys() == of_codes
 
 
 # ---- the file of pretrain_cvae.py ----
@@ -573,9 +793,9 @@ def test_a_run_loads_exactly_what_pretraining_saved(pretrained, tmp_path, capsys
         torch.testing.assert_close(trained[key], expected[key], rtol=0, atol=0.02)
 
 
-def test_pretraining_of_states_and_features_without_the_cvae(tmp_path):
-    options = HUNT | {"subgoal_input": "state", "reconstruct": "features"}
-    names = train("pretrain_cvae", tmp_path, warm_up=False, **options)
+def test_pretraining_of_states_and_features(tmp_path):
+    options = HUNT | {"subgoal_input": "state", "predict": "features"}
+    names = train("pretrain_cvae", tmp_path, **options)
     file = names["folder"] / "vae.pt"
     run = train("omg_iql", tmp_path / "runs", vae=file, **options)["run"]
     assert_same_weights(model_of(run.folder), checkpoints.read(file)["networks"]["model"], prefix="vae.")
@@ -587,8 +807,8 @@ def test_pretraining_of_states_and_features_without_the_cvae(tmp_path):
         ({"env_id": "3m", "team": "scripted"}, "'map': 'stag_hunt_4x4'.* not for .*'map': '3m'"),
         ({"n_agents": 3, "team": "2NS1omg"}, "'n_agents': 4.* not for .*'n_agents': 3"),
         ({"latent_dim": 16}, "'latent_dim': 8.* not for .*'latent_dim': 16"),
-        ({"subgoal_input": "state"}, "'subgoal_input': 'obs'.* not for .*'subgoal_input': 'state'"),
-        ({"reconstruct": "features"}, "'reconstruct': 'obs'.* not for .*'reconstruct': 'features'"),
+        ({"subgoal_input": "state"}, "'subgoal_input': 'others'.* not for .*'subgoal_input': 'state'"),
+        ({"predict": "features"}, "'predict': 'future'.* not for .*'predict': 'features'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

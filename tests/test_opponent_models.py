@@ -33,10 +33,14 @@ from pretrain_cvae import Pretraining
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = pytest.mark.parametrize("name", MODEL_SCRIPTS)
 BASELINES = ("naive_om_iql", "liam_iql", "mix_iql", "belief_iql")
+PAPER = {"paper": True}
 OMG_VARIANTS = (
-    {}, {"subgoal_mode": "conservative"}, {"q_subgoal": "inferred"}, {"q_subgoal": "selected"},
-    {"bootstrap_subgoal": "next", "q_subgoal": "selected"}, {"bootstrap_subgoal": "next"}, {"subgoal_input": "state"},
-    {"mix": "kl-target"}, {"td_lambda": 0.0}, {"horizon": 12}, {"dueling": True}, {"reconstruct": "features"},
+    {}, {"selector": "value"}, {"subgoal_input": "obs"}, {"predict": "view"}, {"subgoal_input": "state"},
+    *(PAPER | options for options in (
+        {}, {"subgoal_mode": "conservative"}, {"q_subgoal": "inferred"}, {"q_subgoal": "selected"},
+        {"bootstrap_subgoal": "next", "q_subgoal": "selected"}, {"bootstrap_subgoal": "next"}, {"mix": "kl-target"},
+        {"td_lambda": 0.0}, {"horizon": 12}, {"dueling": True}, {"predict": "features"},
+    )),
 )  # fmt: skip
 VARIANTS = [(name, options) for name in BASELINES for options in ({}, {"dueling": True, "td_lambda": 0.0})]
 VARIANTS += [("omg_iql", options) for options in OMG_VARIANTS]
@@ -81,8 +85,8 @@ def test_plain_losses_of_variants_differ():
     found = [
         reference.plain_losses("omg_iql", random_learner("omg_iql", env, **options), batch) for options in OMG_VARIANTS
     ]
-    assert len({round(losses["td"], 4) for losses in found}) >= 6
-    assert len({round(losses["model"], 4) for losses in found}) >= 5
+    assert len({round(losses["td"], 4) for losses in found}) >= 8
+    assert len({round(losses["model"], 4) for losses in found}) >= 9
 
 
 @pytest.mark.usefixtures("samples_are_means")
@@ -104,8 +108,8 @@ def test_losses_of_each_seat(name, ego_first):
     [
         *((name, {"dueling": dueling}) for name in BASELINES for dueling in (False, True)),
         *(("omg_iql", options) for options in (
-            {}, {"q_subgoal": "selected"}, {"inference": "mlp"}, {"mix": "kl-target"}, {"reconstruct": "features"},
-            {"dueling": True},
+            {}, {"q_subgoal": "selected"}, {"inference": "mlp"}, {"mix": "kl-target"}, {"dueling": True}, PAPER,
+            PAPER | {"predict": "features"},
         )),
     ],
     ids=str,
@@ -120,7 +124,7 @@ def test_each_loss_trains_its_own_network(name, options):
     assert len(td) == (10 if options.get("dueling") else 8) + 2 * (name == "mix_iql")
     expected = {f"model.{key}" for key, _ in learner.model.named_parameters() if not key.startswith("vae.")}
     if options.get("inference") == "mlp":  # it has no variance and reconstructs nothing
-        unused = ("model.code.log_variance", "model.decoder", "model.out")
+        unused = ("model.code.log_variance",)
         expected = {key for key in expected if not key.startswith(unused)}
     assert model == expected
 
@@ -304,14 +308,14 @@ def test_metrics_of_the_last_round(name):
     episodes = runner.selection(slice(5))
     metrics = runner.player.analyse(episodes)
     expected = reference.plain_losses(name, learner, episodes)
-    assert metrics["action_accuracy"] == pytest.approx(expected["correct"], abs=1e-6) and metrics["q_sensitivity"] > 0
+    assert metrics["action_accuracy"] == pytest.approx(expected["correct"], abs=1e-6) and "usage_within" in metrics
     for key in ("obs_error", "policy_accuracy"):
         assert metrics.get(key) == (pytest.approx(expected[key], rel=1e-4) if key in expected else None)
-    assert "q_sensitivity" not in runner.player.analyse(runner.selection(slice(1)))
+    assert "usage_within" not in runner.player.analyse(runner.selection(slice(1)))
     with torch.no_grad():  # a Q-network that ignores what is inferred
         inferred = learner.agents.fc1.in_features - runner.env.obs_dim - runner.env.n_actions - runner.env.n_agents
         learner.target_agents.fc1.weight[:, -inferred:] = 0
-    assert runner.player.analyse(episodes)["q_sensitivity"] == 0
+    assert runner.player.analyse(episodes)["usage_within"] == 0
 
 
 # ---- whole runs ----
@@ -364,7 +368,7 @@ def test_a_run_on_3m_with_8_agents_with_a_video(name, tmp_path):
     found = results(folder)
     metrics = found["omg" if name == "omg_iql" else "om"]
     assert found["complete"] and found["final"]["episodes"] == 8 and found["updates"] > 0
-    assert metrics["q_sensitivity"] > 0
+    assert {"usage_within", "usage_across"} & metrics.keys()
     if name == "omg_iql":
         assert 0 <= metrics["hit_ratio"] <= 1 and {"teammate_probe", "next_action_probe"} <= metrics.keys()
     else:
@@ -387,11 +391,12 @@ OTHER_OPTIONS = [
     {"env_id": "stag_hunt_4x4", "team": "self", "td_lambda": 0.0, "save_buffer": False},
 ]
 OMG_OPTIONS = [
-    OTHER_OPTIONS[0] | {"subgoal_input": "state", "selector": "random", "reconstruct": "features"},
+    OTHER_OPTIONS[0] | {"subgoal_input": "state", "selector": "random", "predict": "features"},
     OTHER_OPTIONS[1] | {"selector": "3", "q_subgoal": "inferred", "horizon": 1},
     {"env_id": "3m", "n_agents": 8, "team": "6nearest2omg", "inference": "mlp", "selector": "next"}
-    | {"q_subgoal": "selected", "bootstrap_subgoal": "next"},
-    {"env_id": "stag_hunt_4x4", "subgoal_mode": "conservative", "seat": "2", "mix_start": 1.0, "mix_fraction": 1.0},
+    | {"q_subgoal": "selected", "bootstrap_subgoal": "next", "tell_who": True},
+    {"env_id": "stag_hunt_4x4", "seat": "2", "mix_start": 1.0, "mix_fraction": 1.0}
+    | {"paper": True, "subgoal_mode": "conservative"},
 ]
 
 
@@ -501,7 +506,9 @@ OMG_ERRORS = [
     ({"selector": "best"}, "value, random, next or a number from 1 up, not best"),
     ({"selector": "0"}, "number from 1 up"),
     ({"mix": "kl-target", "q_subgoal": "selected"}, "--q-subgoal is for --mix q-input"),
+    ({"subgoal_mode": "conservative"}, "--subgoal-mode is for --selector value"),
     ({"horizon": 0}, "--horizon is above 0"),
+    ({"vae_kl_weight": -1.0}, "--vae-kl-weight is from 0 to 1"),
     ({"latent_dim": -1}, "--latent-dim is above 0"),
     ({"pretrain_timesteps": 0}, "--pretrain-timesteps is above 0"),
     ({"mix_start": 1.5}, "--mix-start is from 0 to 1"),
@@ -530,14 +537,8 @@ class TwoGoals:
     Everyone sees the other's last move except in step 3: it takes memory to know it there.
     """
 
-    name, policies, simulated, team_reward, ego_first, return_scale = (
-        "two_goals",
-        ("left", "right"),
-        True,
-        False,
-        False,
-        5.0,
-    )
+    name, policies, simulated, team_reward, ego_first = "two_goals", ("left", "right"), True, False, False
+    return_scale, about_others = 5.0, torch.ones(9, dtype=torch.bool)
     n_agents, n_actions, obs_dim, state_dim, episode_limit = 2, 2, 9, 1, 6
     encounters, leaving_ends, sides, default_others = 1, True, None, ()
 
@@ -620,9 +621,10 @@ def test_metrics_of_an_environment_without_places():
     _, runner, _ = two_goals("omg_iql")
     runner.play(0.0)
     metrics = runner.player.analyse(runner.selection())
-    assert metrics.keys() == {"q_sensitivity", "teammate_probe", "next_action_probe"} and metrics["q_sensitivity"] > 0
+    kinds = {f"{name}{end}" for name in ("teammate_probe", "next_action_probe") for end in ("", "_view")}
+    assert metrics.keys() == {"active_dims", "noise_share", "usage", "usage_within", "usage_across"} | kinds
     assert metrics["teammate_probe"] > 0.8  # even random weights remember the other's actions, which tell who it is
-    assert metrics["teammate_probe"] == metrics["next_action_probe"]
+    assert metrics["teammate_probe"] > metrics["next_action_probe"] > 0.8  # which are asked for in the first step too
 
 
 @pytest.mark.slow
