@@ -21,7 +21,6 @@ import tyro
 import compare
 import envs
 from envs import files
-from envs.checkpoints import load_script
 from envs.cluster import ROOT
 from envs.results import crossed_interval, curves, markdown, summary
 from envs.runs import UsageError
@@ -32,8 +31,8 @@ METHODS = {
     "IQL": ("iql.py",),
     "LIAM": ("liam_iql.py",),
     "naive OM": ("naive_om_iql.py",),
-    "OMG conservative": ("omg_iql.py", "--subgoal-mode", "conservative"),
-    "OMG optimistic": ("omg_iql.py", "--subgoal-mode", "optimistic"),
+    "OMG conservative": ("omg_iql.py", "--paper", "--subgoal-mode", "conservative"),
+    "OMG optimistic": ("omg_iql.py", "--paper", "--subgoal-mode", "optimistic"),
 }  # another method is another line: a script and its options
 PROTOCOLS = {"": (), ", diverse": ("--mix-teammates", "--teammate-epsilon", "0.2")}  # the paper's, and one with
 # team-mates that differ and err: what helps with strangers most (docs/results)
@@ -141,11 +140,12 @@ def make_plan(args):
     among = ("--team", team, "--pool", *pool)
     short = ("--pretrain-timesteps", "2000", "--pretrain-updates", "100") if args.quick else ()
     vaes = [
-        job("pretrain_cvae.py", 1 + k, *device, *small, *short, *among, label="vae") for k in range(args.seeds)
+        job("pretrain_cvae.py", 1 + k, "--paper", *device, *small, *short, *among, label="vae")
+        for k in range(args.seeds)
     ]  # one for every seed, so that seeds are independent
     learners = {}
     for method, (script, *options) in METHODS.items():
-        has_vae = "vae" in load_script(Path(script).stem).Args.__dataclass_fields__
+        has_vae = "--paper" in options  # whose settings they are for
         options += ("--total-timesteps", str(args.learner_timesteps))
         for suffix, protocol in PROTOCOLS.items():
             words = (*training, *options, *among, *protocol)
@@ -301,9 +301,9 @@ def text_of(report):
         markdown(["others", "policy", *everyone], kinds),
         "## What the opponent models know",
         markdown(["metric", *known], measured) if measured else "No method has an opponent model.",
-        "Mean over seeds, with homologue strangers; the pages of the scripts define them. Hit ratio: the share of a "
-        "match's distinct states that some subgoal inferred before them, decoded, hits: every other unit that the "
-        "learner sees within 1.0 of its predicted place (stag hunt: in the very cell).",
+        "Mean over seeds, with homologue strangers; the pages of the scripts define them. Hit ratio: the share of "
+        "places, decoded from the inferred subgoal for every other unit that the learner sees, that this unit comes "
+        "within 1.0 of later in the match (stag hunt: the very cell).",
         "## The runs themselves",
         markdown(["runs", "number", "mean", "lowest", "highest"], finals),
         "The last greedy evaluation of each: of a learner, with those it learned with.",

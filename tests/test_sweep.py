@@ -824,6 +824,8 @@ def test_the_plan_is_the_papers():
         {job for label in plan.others if "test" in label for job in plan.others[label]},
     )
     assert not {job.seed for job in pool} & {job.seed for job in strangers}
+    published = [job for job in plan.jobs if job.script.stem in ("omg_iql", "pretrain_cvae")]
+    assert len(published) == 25 and all("--paper" in job.arguments for job in published)
     for runs in plan.learners.values():
         assert [job.seed for job in runs] == [1, 2, 3, 4, 5]
         assert all(set(pool) <= set(job.needs) and not strangers & set(job.needs) for job in runs)
