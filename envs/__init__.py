@@ -8,6 +8,7 @@ Everything returned is a tensor on the environment's device that the next call o
 """
 
 import ast
+import difflib
 import importlib.util
 import inspect
 
@@ -112,7 +113,24 @@ def _kind(env_id):
         from envs.starcraft2 import StarCraft2  # only those who ask for it need its package
 
         return StarCraft2
-    raise ValueError(f"unknown environment {env_id!r}: one of {', '.join(list_ids())} or {' or '.join(PATTERNS)}")
+    raise ValueError(f"unknown environment {env_id!r}: {_suggestion(str(env_id)[:100])}envs.list_ids() has all ids")
+
+
+def _suggestion(env_id):
+    """A question with the few ids and patterns that are most like an unknown one; nothing if none is."""
+    asked = env_id.lower()
+    likeness = {
+        name: difflib.SequenceMatcher(None, asked, name.lower()).ratio()
+        for name in list_ids()
+        if name.startswith("sc2/") == asked.startswith("sc2/")
+    }
+    enough = max(0.5, max(likeness.values()) - 0.1)
+    names = sorted((name for name in likeness if likeness[name] >= enough), key=likeness.get, reverse=True)[:3]
+    if names and names[0].lower() == asked:  # only its case is wrong
+        return f"did you mean {names[0]}? "
+    heads = {pattern: pattern.partition("{")[0].rstrip("_").lower() for pattern in PATTERNS}
+    names += [pattern for pattern, head in heads.items() if asked.startswith(head)]
+    return f"did you mean {' or '.join(names)}? " if names else ""
 
 
 def _device(name, kind):

@@ -227,7 +227,7 @@ def test_sizes(name, sizes):
 
 
 def test_unknown_ids_show_the_pattern():
-    for unknown in ("Foraging-8x8-2p-3f-v2", "Foraging-8x8-3f-v3", "foraging-8x8-2p-3f-v3", "Foraging-8x8-2s-2p-3f-v3"):
+    for unknown in ("Foraging-8x8-2p-3f-v2", "Foraging-8x8-3f-v3", "foraging-9x9-2p-3f-v3", "Foraging-8x8-2s-2p-3f-v3"):
         with pytest.raises(ValueError, match=r"unknown environment.*Foraging-8x8-2p-3f-v3.*\{players\}p-\{foods\}f"):
             envs.make(unknown)
 

@@ -60,10 +60,34 @@ def duel(**options):
 
 
 # ---- what make refuses ----
-def test_unknown_id_names_all_ids():
-    with pytest.raises(ValueError, match="4m") as error:
-        envs.make("4m")
-    assert all(name in str(error.value) for name in envs.list_ids())
+@pytest.mark.parametrize(
+    ("env_id", "question"),
+    [
+        ("4m", "did you mean 3m or 8m? "),
+        ("3m ", "did you mean 3m? "),
+        ("mmm", "did you mean MMM? "),
+        ("Stag_Hunt_4X4", "did you mean stag_hunt_4x4? "),
+        ("sc2/3n", "did you mean sc2/3m? "),
+        ("coingame,size=5", "did you mean coin_game? "),
+        ("stag_hunt_4x4x4", "did you mean stag_hunt_4x4 or stag_hunt_{height}x{width}_{hares}h{stags}s? "),
+        ("Breakout", ""),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_unknown_id_asks_for_the_one_that_is_like_it(env_id, question):
+    with pytest.raises(ValueError) as error:
+        envs.make(env_id)
+    name = env_id and env_id.partition(",")[0]
+    assert str(error.value) == f"unknown environment {name!r}: {question}envs.list_ids() has all ids"
+
+
+def test_unknown_id_names_a_few_ids_at_most():
+    for env_id in (*envs.list_ids(), "sc2/", "m" * 10_000):
+        with pytest.raises(ValueError, match="unknown environment") as error:
+            envs.make(f"{env_id}_")
+        names = str(error.value).partition("did you mean ")[2].partition("?")[0].split(" or ")
+        assert len(names) <= 4 and (env_id not in envs.list_ids() or env_id in names)
 
 
 def test_options_can_be_part_of_the_id():

@@ -91,8 +91,8 @@ def test_what_does_not_fit_is_rejected(options, message):
 
 
 def test_unknown_ids_name_the_pattern():
-    for unknown in ("simple_tag_3v", "simple_tag_3v1v1", "popp_3v1"):
-        with pytest.raises(ValueError, match=r"unknown environment.*simple_tag.*popp.*\{predators\}v\{prey\}"):
+    for unknown in ("simple_tag_3v", "simple_tag_3v1v1"):
+        with pytest.raises(ValueError, match=r"unknown environment.*simple_tag.*\{predators\}v\{prey\}"):
             envs.make(unknown)
 
 

@@ -786,7 +786,7 @@ def test_a_choice_that_does_not_exist_is_rejected(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"env_id": "4m"}, "--env-id 4m: unknown environment '4m': one of 3m, "),
+        ({"env_id": "4m"}, r"--env-id 4m: unknown environment '4m': did you mean 3m or 8m\?"),
         ({"env_id": "MMM", "n_agents": 0}, "--env-id MMM: "),
         ({"team": "2nearest"}, "--team 2nearest: team '2nearest' has 2 seats, but 3m has 3"),
         ({"buffer_size": 10**9}, r"does not fit into the [\d.]+ GiB that are free: --buffer-size \d+ would"),

@@ -95,7 +95,7 @@ def test_sizes(name, agents, size):
 
 def test_ids_are_listed():
     assert {"stag_hunt", "stag_hunt_4x4"} <= set(envs.list_ids())
-    for unknown in ("stag_hunt_4x4x4", "stag_hunt_4x4_4h", "stag_hunt_4x4_4h1s_", "Stag_hunt", None):
+    for unknown in ("stag_hunt_4x4x4", "stag_hunt_4x4_4h", "stag_hunt_4x4_4h1s_"):
         with pytest.raises(ValueError, match=r"unknown environment.*stag_hunt_4x4.*\{hares\}h\{stags\}s"):
             envs.make(unknown)
 
