@@ -2,7 +2,7 @@
 
 python -m envs.play 8m --policy nearest --episodes 3 --out match.gif
 python -m envs.play 8m --policy weakest --out match.html
-python -m envs.play 8m --policy runs/8m__omg_iql__1 --window
+python -m envs.play --policy runs/8m__omg_iql__1 --window
 """
 
 import shutil
@@ -18,7 +18,7 @@ import tyro
 from PIL import Image
 
 import envs
-from envs import page, render
+from envs import checkpoints, page, render
 from envs.episodes import load_runner
 
 FORMATS = (".gif", ".mp4", ".html")
@@ -26,14 +26,14 @@ FORMATS = (".gif", ".mp4", ".html")
 
 @dataclass
 class Args:
-    env_id: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV_ID")]
-    """the environment, one of envs.list_ids()"""
+    env_id: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[ENV_ID]")] = None
+    """the environment, one of envs.list_ids() (None: that of the run, with its number of agents)"""
     policy: str | None = None
     """one of the environment's policies (None: its first), one for each seat with commas, or a training run's folder"""
     episodes: int = 1  # how many matches to play
     out: Path | None = None  # file to write: .gif, .mp4 or .html
     seed: int = 0  # of the first match
-    n_agents: int | None = None  # size of the team, where the environment can be resized
+    n_agents: int | None = None  # number of agents, where the environment can be resized
     size: int = 480  # width of the picture in pixels
     fps: float = 8.0  # steps shown in a second
     sight: tuple[int, ...] = ()  # agents whose sight is shaded
@@ -42,6 +42,17 @@ class Args:
 
 
 # ---- who plays ----
+def make_env(args):
+    """The environment that is asked for, or the one that the run in --policy was trained in."""
+    env_id, n_agents = args.env_id, args.n_agents
+    if env_id is None:
+        if args.policy is None or not Path(args.policy).is_dir():
+            raise ValueError("name an environment, or the folder of a training run: --policy runs/<run>")
+        saved = checkpoints.read_run(args.policy)
+        env_id, n_agents = saved["env_id"], n_agents or saved["args"].get("n_agents")
+    return envs.make(env_id, device=args.device, seed=args.seed, n_agents=n_agents)
+
+
 def load_policy(name, env):
     """(act(obs, info) -> joint actions, goals() -> predictions to mark), from scripted policies or a run's folder."""
     seats = name.split(",")
@@ -173,7 +184,7 @@ def main(args):
     for name, largest in (("episodes", 10**6), ("size", 4096), ("fps", 1000)):
         if not 0 < getattr(args, name) <= largest:
             raise ValueError(f"--{name} is above 0 and at most {largest}, not {getattr(args, name)}")
-    env = envs.make(args.env_id, device=args.device, seed=args.seed, n_agents=args.n_agents)
+    env = make_env(args)
     if not all(0 <= agent < env.n_agents for agent in args.sight):
         raise ValueError(f"--sight takes agents from 0 to {env.n_agents - 1}, not {args.sight}")
     act, goals = load_policy(args.policy or env.policies[0], env)

@@ -437,6 +437,26 @@ def test_a_run_folder_is_played_by_its_script(tmp_path, monkeypatch):
     assert [frame.get("goals") for frame in frames] == [[[0, 14, 16]]] * (len(frames) - 1) + [None]
 
 
+def test_a_run_knows_its_environment_and_its_agents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy.py").write_text(SCRIPT)
+    folder = tmp_path / "runs" / "toy_run"
+    folder.mkdir(parents=True)
+    env_id = "3m,obs_last_action=True"
+    sizes = checkpoints.env_sizes(envs.make(env_id, n_agents=5))
+    content = {"env_id": env_id, "sizes": sizes, "args": {"seed": 3, "n_agents": 5}, "networks": {}, **NOT_TRAINED}
+    torch.save({**content, "algorithm": "toy", "bias": torch.tensor(7)}, folder / "checkpoint.pt")
+    run("--policy", folder, "--out", tmp_path / "match.html")
+    constant = recorded(tmp_path / "match.html")["episodes"][0]["constant"]
+    assert constant["title"] == env_id and [unit["side"] for unit in constant["units"]].count(0) == 5
+    for words in ([], ["--policy", "nearest"], ["--policy", tmp_path / "nowhere"]):
+        with pytest.raises(ValueError, match=r"name an environment, or the folder .* --policy runs/<run>"):
+            run(*words)
+    (folder / "checkpoint.pt").unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint\.pt in .*toy_run"):
+        run("--policy", folder)
+
+
 # ---- the page ----
 def recorded(path):
     text = path.read_text(encoding="utf-8").split('id="recording">')[1].split("</script>")[0]
