@@ -143,12 +143,26 @@ def write_gif(path, frames, fps):
     images[0].save(path, save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0)
 
 
+def find_ffmpeg():
+    """ffmpeg's path: the one of the system, or the one that comes with the package imageio-ffmpeg."""
+    installed = shutil.which("ffmpeg")
+    if installed:
+        return installed
+    try:
+        import imageio_ffmpeg  # optional
+
+        return imageio_ffmpeg.get_ffmpeg_exe()
+    except (ImportError, RuntimeError):  # it has none for this system
+        raise ValueError('an MP4 needs ffmpeg: pip install -e ".[video]" brings it; a .gif needs nothing') from None
+
+
 def write_mp4(path, frames, fps):
     frames = list(frames)
     height, width, _ = frames[0].shape
     even = "pad=ceil(iw/2)*2:ceil(ih/2)*2:color=white"  # the format has no odd sizes
-    command = ["ffmpeg", "-y", "-loglevel", "error", "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}"]
-    command += ["-r", str(fps), "-i", "-", "-vf", even, "-pix_fmt", "yuv420p", "-movflags", "+faststart", str(path)]
+    command = [find_ffmpeg(), "-y", "-loglevel", "error", "-f", "rawvideo", "-pix_fmt", "rgb24"]
+    command += ["-s", f"{width}x{height}", "-r", str(fps), "-i", "-", "-vf", even, "-pix_fmt", "yuv420p"]
+    command += ["-movflags", "+faststart", str(path)]
     subprocess.run(command, input=b"".join(frame.tobytes() for frame in frames), check=True)
 
 
@@ -179,8 +193,8 @@ class Window:
 def main(args):
     if args.out and args.out.suffix.lower() not in FORMATS:
         raise ValueError(f"--out {args.out} is not one of {', '.join('*' + ending for ending in FORMATS)}")
-    if args.out and args.out.suffix.lower() == ".mp4" and shutil.which("ffmpeg") is None:
-        raise ValueError("an MP4 needs ffmpeg, which is not installed (apt, brew or winget have it); a .gif does not")
+    if args.out and args.out.suffix.lower() == ".mp4":
+        find_ffmpeg()  # before anything is played
     for name, largest in (("episodes", 10**6), ("size", 4096), ("fps", 1000)):
         if not 0 < getattr(args, name) <= largest:
             raise ValueError(f"--{name} is above 0 and at most {largest}, not {getattr(args, name)}")

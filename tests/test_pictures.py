@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -367,12 +368,37 @@ def test_play_rejects_invalid_arguments(arguments, message):
 
 def test_an_mp4_without_an_encoder_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"ffmpeg.*\.gif"):
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    with pytest.raises(ValueError, match=r'ffmpeg: pip install -e "\.\[video\]".*\.gif'):
+        run("3m", "--out", tmp_path / "match.mp4")
+
+    def nothing_for_this_system():
+        raise RuntimeError("No ffmpeg exe could be found.")
+
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", SimpleNamespace(get_ffmpeg_exe=nothing_for_this_system))
+    with pytest.raises(ValueError, match=r"\[video\]"):
         run("3m", "--out", tmp_path / "match.mp4")
 
 
-@pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="there is no ffmpeg here")
+def test_the_encoder_is_the_systems_or_that_of_a_package(tmp_path, monkeypatch):
+    ours = SimpleNamespace(get_ffmpeg_exe=lambda: "of the package")
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", ours)
+    called = []
+    monkeypatch.setattr(play.subprocess, "run", lambda command, input, check: called.append((command, len(input))))
+    for found, expected in (("of the system", "of the system"), (None, "of the package")):
+        monkeypatch.setattr(play.shutil, "which", lambda name, found=found: found)
+        run("3m", "--out", tmp_path / "match.mp4", "--size", 161)
+        command, size = called.pop()
+        assert command[0] == expected and command[-1] == str(tmp_path / "match.mp4")
+        width, height = map(int, command[command.index("-s") + 1].split("x"))
+        assert width == 161 and size % (width * height * 3) == 0
+
+
 def test_play_writes_an_mp4(tmp_path):
+    try:
+        play.find_ffmpeg()
+    except ValueError:
+        pytest.skip("there is no ffmpeg here")
     run("3m", "--out", tmp_path / "match.mp4", "--size", 161)  # an odd width, which the format does not have
     assert (tmp_path / "match.mp4").read_bytes()[4:8] == b"ftyp"
 
