@@ -5,8 +5,8 @@
 
 In each match every other seat draws a policy from the roster `others`. The observation is the learner's own, the reward
 its own, and an action that is not available counts as stop (stay in the stag hunt). `info` has `action_mask`, `state`
-and `won`. All random numbers follow from the seed of `reset`, and match i is the same however many are played with it,
-so that `make` plays match 0 of `make_vec`.
+and `won`; `action_masks()` is the mask as booleans. All random numbers follow from the seed of `reset`, and match i is
+the same however many are played with it, so that `make` plays match 0 of `make_vec`.
 """
 
 import contextlib
@@ -67,6 +67,10 @@ class Matches:
         reward = self._own(reward).double()  # as Gymnasium's own vector environments have it
         return self._own(obs).numpy(), reward.numpy(), terminated.numpy().copy(), truncated.numpy(), self._shown(info)
 
+    def action_masks(self):
+        """Which actions the learners can take now, (num_envs, n_actions) booleans."""
+        return self._own(self.batch.info["avail"]).numpy()
+
     def _whole(self, actions):
         with contextlib.suppress(TypeError, ValueError):
             array = np.asarray(actions)
@@ -79,7 +83,7 @@ class Matches:
         return tensor[self.rows, self.seat]
 
     def _shown(self, info):
-        masks = self._own(info["avail"]).numpy().astype(np.int8)  # the type that Discrete.sample wants
+        masks = self.action_masks().astype(np.int8)  # the type that Discrete.sample wants
         return {"action_mask": masks, "state": info["state"].numpy().copy(), "won": info["won"].numpy().copy()}
 
 
@@ -105,6 +109,10 @@ class OneLearner(gymnasium.Env):
     def step(self, action):
         obs, reward, terminated, truncated, info = self._matches.step([action])
         return obs[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), of_match(info, 0)
+
+    def action_masks(self):
+        """Which actions can be taken now, (n_actions,) booleans: what sb3-contrib's MaskablePPO asks for."""
+        return self._matches.action_masks()[0]
 
     def render(self):
         return self._matches.batch.render() if self.render_mode == "rgb_array" else None

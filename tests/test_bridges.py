@@ -116,8 +116,69 @@ def test_pettingzoo_takes_options_but_not_those_it_sets():
             parallel_env("3m", **{option: 1})
 
 
+@pytest.mark.parametrize("name", ["3m", "stag_hunt_4x4"])
+def test_pettingzoo_with_masks_in_infos_and_the_dead_kept(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel_api_test(parallel_env(name, mask_in="info", keep_dead=True), num_cycles=200)
+    env, batch = parallel_env(name, mask_in="info", keep_dead=True), envs.make(name, check=False)
+    generator, dead_steps = np.random.default_rng(0), 0
+    for _ in range(3):
+        observations, infos = env.reset()
+        obs, info = batch.reset()
+        terminated = truncated = np.array(False)
+        while not (terminated or truncated):
+            assert env.agents == batch.agents
+            for a, agent in enumerate(batch.agents):
+                assert env.observation_space(agent).contains(observations[agent])
+                np.testing.assert_array_equal(observations[agent], obs[0, a])
+                np.testing.assert_array_equal(infos[agent]["action_mask"], info["avail"][0, a].int())
+            actions = generator.integers(batch.n_actions, size=batch.n_agents)
+            observations, rewards, terminations, truncations, infos = env.step(dict(zip(batch.agents, actions)))
+            obs, reward, terminated, truncated, info = batch.step(actions[None])
+            assert list(rewards.values()) == reward[0].tolist()  # the dead share in what their team earns
+            alive = info["alive"][0].tolist()
+            dead_steps += not all(alive) and not terminated
+            for agent, lives in zip(batch.agents, alive):
+                out_of_game = truncated.item() and not (lives or batch.team_reward)  # it has nothing to gain any more
+                assert terminations[agent] == (terminated.item() or out_of_game)
+                assert truncations[agent] == (truncated.item() and not out_of_game)
+        assert not env.agents
+    assert dead_steps > 0
+
+
+def test_pettingzoo_masks_are_in_observations_or_infos():
+    with pytest.raises(ValueError, match='mask_in is "observation" or "info", not None'):
+        parallel_env("3m", mask_in=None)
+
+
+def test_supersuit_vectorises_it():
+    supersuit = pytest.importorskip("supersuit")
+    agents = supersuit.pettingzoo_env_to_vec_env_v1(parallel_env("3m", mask_in="info", keep_dead=True))
+    many = supersuit.concat_vec_envs_v1(agents, 2, base_class="gymnasium")
+    obs, infos = many.reset(seed=0)
+    assert obs.shape == (6, 30) and not np.array_equal(obs[:3], obs[3:])
+    endings = 0
+    for _ in range(100):
+        masks = np.array([info["action_mask"] for info in infos])
+        obs, _, terminations, truncations, infos = many.step(masks.argmax(1))
+        endings += (terminations | truncations).sum()
+    assert endings > 0 and endings % 3 == 0  # a match ends for all of its agents at once
+
+
+def test_torchrl_plays_it():
+    libs = pytest.importorskip("torchrl.envs.libs.pettingzoo")
+    for options in ({}, {"mask_in": "info", "keep_dead": True}):
+        env = libs.PettingZooWrapper(parallel_env("3m", **options), use_mask=not options, done_on_any=False)
+        played = env.rollout(200)["marine"]  # random actions, of those that are available
+        seen = played["observation"] if options else played["observation", "observation"]
+        masks = played["action_mask"]
+        assert seen.shape == (len(played), 3, 30) and masks.shape == (len(played), 3, 9) and len(played) > 5
+        assert masks[:5].gather(-1, played["action"][:5].unsqueeze(-1)).all()
+
+
 def test_pettingzoo_can_be_pickled():
-    env = parallel_env("3m", seed=3, n_agents=4)
+    env = parallel_env("3m", seed=3, n_agents=4, mask_in="info", keep_dead=True)
     twin = pickle.loads(pickle.dumps(env))
     assert data_equivalence(env.reset(), twin.reset())
     actions = dict.fromkeys(env.agents, EAST)
@@ -239,6 +300,34 @@ def test_unavailable_actions_count_as_stop(action):
     first.reset(seed=2)
     second.reset(seed=2)
     assert data_equivalence(first.step(action), second.step(STOP), exact=True)
+
+
+def test_action_masks_are_those_of_the_info():
+    """As booleans, and through wrappers."""
+    env = gymnasium.make("omg/3m-v0", seat="random")
+    for seed in range(3):
+        _, info = env.reset(seed=seed)
+        for _ in range(12):
+            masks = env.get_wrapper_attr("action_masks")()
+            assert masks.dtype == bool and masks.tolist() == info["action_mask"].astype(bool).tolist()
+            *_, info = env.step(env.action_space.sample(info["action_mask"]))
+        kept = masks.copy()
+        env.step(EAST)
+        assert np.array_equal(masks, kept)
+
+
+def test_maskable_ppo_takes_available_actions():
+    sb3_contrib = pytest.importorskip("sb3_contrib")
+    from sb3_contrib.common.maskable.utils import get_action_masks
+
+    env = gymnasium.make("omg/3m-v0")
+    model = sb3_contrib.MaskablePPO("MlpPolicy", env, n_steps=32, batch_size=32, n_epochs=1, device="cpu", seed=0)
+    model.learn(32)
+    masks, actions = model.rollout_buffer.action_masks.reshape(32, 9), model.rollout_buffer.actions.reshape(32)
+    assert masks[np.arange(32), actions.astype(int)].all()
+    obs, _ = env.reset(seed=0)
+    masks = get_action_masks(env)
+    assert masks[model.predict(obs, action_masks=masks)[0]]
 
 
 def test_battle_goes_on_when_the_learner_is_dead():
