@@ -15,10 +15,10 @@ MOVING = {  # what changes about a unit or hunter from frame to frame
 }
 
 
-def write(path, episodes, names, fps=8, sight=()):
+def write(path, episodes, names, fps=8, sight=(), captions=None):
     """Writes the page. `episodes` are lists of scenes, each with a name; a scene may have `goals` (see render.draw).
 
-    `sight` are the agents whose sight is shown at first.
+    `sight` are the agents whose sight is shown at first. `captions` say what each match was played with.
     """
     units = {(u["side"], u["kind"]) for scenes in episodes for u in scenes[0].get("units", ())}
     recording = {
@@ -26,7 +26,10 @@ def write(path, episodes, names, fps=8, sight=()):
         "moving": MOVING,
         "fps": fps,
         "sight": list(sight),
-        "episodes": [{"name": name, **_pack(scenes)} for name, scenes in zip(names, episodes)],
+        "episodes": [
+            {"name": name, "caption": caption, **_pack(scenes)}
+            for name, caption, scenes in zip(names, captions or [""] * len(names), episodes)
+        ],
     }
     text = json.dumps(recording, separators=(",", ":")).replace("<", "\\u003c")  # nothing ends the script element
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")

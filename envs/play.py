@@ -54,16 +54,19 @@ def make_env(args):
 
 
 def load_policy(name, env):
-    """(act(obs, info) -> joint actions, goals() -> predictions to mark), from scripted policies or a run's folder."""
+    """Who plays, from scripted policies or a run's folder.
+
+    (act(obs, info) -> joint actions, goals() -> predictions to mark, seats() -> the learner's in the first match)
+    """
     seats = name.split(",")
     if set(seats) <= set(env.policies):
         if len(seats) not in (1, env.n_agents):
             raise ValueError(f"{env.name} has {env.n_agents} seats, but there are {len(seats)} policies")
         numbers = torch.tensor([env.policies.index(seat) for seat in seats]).expand(env.num_envs, env.n_agents)
-        return lambda obs, info: env.scripted_actions(numbers), lambda: []
+        return lambda obs, info: env.scripted_actions(numbers), lambda: [], lambda: []
     if Path(name).is_dir():
         runner = load_runner(name, env)
-        return runner.policy, runner.goals
+        return runner.policy, runner.goals, lambda: runner.team.learner_seats[0].tolist()
     raise ValueError(
         f"unknown policy {name!r}: one of {', '.join(env.policies)}, {env.n_agents} of them with commas, "
         "or the folder of a training run"
@@ -123,6 +126,19 @@ def record(runner, path, seed=None, fps=8.0):
 
 
 # ---- showing ----
+def caption_of(policy, seed, number, env, seats):
+    """What a match was played with, in a line."""
+    words = [f"policy {Path(policy).resolve().name if Path(policy).is_dir() else policy}", f"seed {seed}"]
+    if number:
+        words.append(f"match {number}")
+    if len(seats) == env.n_agents:
+        words.append("the learner has all seats")
+    elif seats:
+        named = (f"{seat} ({env.agents[seat]})" for seat in sorted(seats))
+        words.append(f"the learner has seat {', '.join(named)}")
+    return ", ".join(words)
+
+
 def picture_of(scene, args):
     return render.draw(scene, args.size, args.sight, scene.get("goals"))
 
@@ -201,18 +217,20 @@ def main(args):
     env = make_env(args)
     if not all(0 <= agent < env.n_agents for agent in args.sight):
         raise ValueError(f"--sight takes agents from 0 to {env.n_agents - 1}, not {args.sight}")
-    act, goals = load_policy(args.policy or env.policies[0], env)
+    policy = args.policy or env.policies[0]
+    act, goals, seats = load_policy(policy, env)
     watch = Window(args) if args.window else lambda scene: None
-    episodes, names = [], []
+    episodes, names, captions = [], [], []
     for number in range(args.episodes):
         scenes, summary = play(env, act, goals, args.seed if number == 0 else None, watch)
         print(f"match {number}: {summary}", flush=True)
         episodes.append(scenes)
         names.append(f"{number}: {summary}")
+        captions.append(caption_of(policy, args.seed, number, env, seats()))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         if args.out.suffix.lower() == ".html":
-            page.write(args.out, episodes, names, args.fps, args.sight)
+            page.write(args.out, episodes, names, args.fps, args.sight, captions)
         else:
             write = {".gif": write_gif, ".mp4": write_mp4}[args.out.suffix.lower()]
             write(args.out, pictures(episodes, args), args.fps)

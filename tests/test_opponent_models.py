@@ -378,7 +378,7 @@ def test_a_run_on_3m_with_8_agents_with_a_video(name, tmp_path):
     play.main(play.Args("3m", policy=str(folder), n_agents=8, out=tmp_path / "match.gif"))
     assert (tmp_path / "match.gif").stat().st_size > 0
     env = envs.make("3m", n_agents=8)
-    act, goals = play.load_policy(str(folder), env)
+    act, goals, _ = play.load_policy(str(folder), env)
     act(*env.reset(seed=0))
     assert bool(goals()) == (name == "omg_iql")
     assert all(len(goal) == 3 and np.isfinite(goal).all() for goal in goals())

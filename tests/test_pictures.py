@@ -343,9 +343,9 @@ def test_seats_can_have_policies_of_their_own(tmp_path):
     obs, info = env.reset(seed=0)
     for _ in range(6):
         obs, _, _, _, info = env.step(env.scripted_actions("nearest"))
-    act, goals = play.load_policy("hold,nearest,kite", env)
+    act, goals, seats = play.load_policy("hold,nearest,kite", env)
     actions = act(obs, info).clone()
-    assert goals() == []
+    assert goals() == seats() == []
     for seat, name in enumerate(("hold", "nearest", "kite")):
         assert actions[0, seat] == env.scripted_actions(name)[0, seat]
     with pytest.raises(ValueError, match="3 seats"):
@@ -474,6 +474,8 @@ def test_a_run_knows_its_environment_and_its_agents(tmp_path, monkeypatch):
     torch.save({**content, "algorithm": "toy", "bias": torch.tensor(7)}, folder / "checkpoint.pt")
     run("--policy", folder, "--out", tmp_path / "match.html")
     constant = recorded(tmp_path / "match.html")["episodes"][0]["constant"]
+    caption = recorded(tmp_path / "match.html")["episodes"][0]["caption"]
+    assert caption == "policy toy_run, seed 0, the learner has all seats"
     assert constant["title"] == env_id and [unit["side"] for unit in constant["units"]].count(0) == 5
     for words in ([], ["--policy", "nearest"], ["--policy", tmp_path / "nowhere"]):
         with pytest.raises(ValueError, match=r"name an environment, or the folder .* --policy runs/<run>"):
@@ -481,6 +483,15 @@ def test_a_run_knows_its_environment_and_its_agents(tmp_path, monkeypatch):
     (folder / "checkpoint.pt").unlink()
     with pytest.raises(ValueError, match=r"no checkpoint\.pt in .*toy_run"):
         run("--policy", folder)
+
+
+def test_captions_name_the_learners_seats():
+    env = envs.make("3m")
+    assert play.caption_of("nearest", 5, 0, env, []) == "policy nearest, seed 5"
+    assert (
+        play.caption_of("runs/a", 5, 2, env, [2]) == "policy runs/a, seed 5, match 2, the learner has seat 2 (marine_2)"
+    )
+    assert play.caption_of("runs/a", 0, 0, env, [2, 0]).endswith("the learner has seat 0 (marine_0), 2 (marine_2)")
 
 
 # ---- the page ----
@@ -533,7 +544,10 @@ class Browser:
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=514, height=900, deviceScaleFactor=1, mobile=False)
+        self.resize(514, 900)
+
+    def resize(self, width, height):
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def call(self, method, **parameters):
         self.number += 1
@@ -580,7 +594,9 @@ class Browser:
     def press(self, key):
         text = {"text": " "} if key == " " else {}
         for kind in ("keyDown", "keyUp"):
-            code = {" ": 32, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}[key]
+            code = {" ": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}[
+                key
+            ]
             extra = text if kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **extra)
 
@@ -617,7 +633,7 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def matches():
     env = envs.make("8m")
-    return [play.play(env, *play.load_policy("nearest", env), seed)[0] for seed in (0, None)]
+    return [play.play(env, *play.load_policy("nearest", env)[:2], seed)[0] for seed in (0, None)]
 
 
 def test_the_page_plays_pauses_steps_and_scrubs(browser, matches):
@@ -646,6 +662,69 @@ def test_the_page_plays_pauses_steps_and_scrubs(browser, matches):
     asked = {event["params"]["request"]["url"] for event in browser.events
              if event.get("method") == "Network.requestWillBeSent"}  # fmt: skip
     assert asked == {address}
+
+
+def test_home_and_end_go_to_the_first_and_the_last_step(browser, matches):
+    browser.open(matches)
+    browser.press("End")
+    assert browser.ask("[playing, Number(part.frame.value)]") == [False, len(matches[0]) - 1]
+    browser.press("Home")
+    assert browser.ask("[playing, time]") == [False, 0]
+
+
+def test_the_page_is_dark_where_that_is_preferred_and_can_be_switched(browser, matches):
+    paper = "getComputedStyle(document.body).backgroundColor"
+    shown = {}
+    for scheme in ("dark", "light"):
+        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        browser.open(matches[:1])
+        shown[scheme] = browser.ask(f"[{paper}, part.theme.getAttribute('aria-pressed')]")
+    assert shown == {"dark": ["rgb(27, 29, 33)", "true"], "light": ["rgb(255, 255, 255)", "false"]}
+    browser.click("part.theme")
+    assert browser.ask(f"[{paper}, part.theme.getAttribute('aria-pressed')]") == shown["dark"]
+    browser.click("part.theme")
+    assert browser.ask(paper) == "rgb(255, 255, 255)"
+
+
+def test_the_caption_says_what_was_played(browser, matches):
+    browser.open(matches, captions=["policy nearest, seed 0", "policy nearest, seed 0, match 1"])
+    assert browser.ask("part.caption.innerText").split() == ["policy", "nearest,", "seed", "0", "ours", "enemies"]
+    ours = browser.ask("getComputedStyle(part.caption.querySelector('.chip')).backgroundColor")
+    assert ours == "rgb{}".format(ImageColor.getrgb(render.COLOURS["sides"][0]))
+    browser.ask("setEpisode(1)")
+    assert "match 1" in browser.ask("part.caption.innerText")
+    browser.open([[hunt_scene()]], captions=["<b>policy NS"])
+    assert browser.ask("part.caption.innerText") == "<b>policy NS"  # text, and one side only
+
+
+def test_controls_are_in_the_window_whatever_the_board(browser, matches):
+    tall, wide = hunt_scene(height=20), hunt_scene(width=40)
+    caption = "policy runs/8m__omg_iql__1__1700000000, seed 0, match 0, the learner has seat 2 (marine_2)"
+    try:
+        browser.resize(1280, 720)
+        for scenes in (matches[0], [tall], [wide]):
+            browser.open([scenes, scenes], captions=[caption] * 2)
+            lowest = "Math.max(...[...document.querySelectorAll('button, input, select, small')]"
+            lowest += ".filter((e) => e.offsetParent).map((e) => e.getBoundingClientRect().bottom))"
+            assert browser.ask(lowest) <= 720
+            width, height = browser.ask("[part.field.clientWidth, part.field.clientHeight]")
+            assert (
+                min(width, height) > 100 and abs(width / height - browser.ask("480 / measure(sceneNow()).height")) < 0.1
+            )
+    finally:
+        browser.resize(514, 900)
+
+
+def test_every_control_has_a_name(browser, matches):
+    browser.open(matches)
+    browser.press(" ")
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    roles = ("button", "slider", "combobox", "checkbox", "img", "image")
+    named = [(node["role"]["value"], node["name"]["value"]) for node in nodes if node["role"]["value"] in roles]
+    assert {role for role, _ in named} >= {"button", "slider", "combobox", "checkbox"} and all(
+        name for _, name in named
+    )
+    assert any(name.startswith("8m, step ") for _, name in named), named
 
 
 def test_the_speed_can_be_changed(browser, matches):
@@ -706,7 +785,7 @@ def test_the_page_looks_as_the_pictures_do(browser, matches, game):
         scenes, bottom = [hunt_scene(), hunt_scene(step=4, hunters=moved)], 480 - render.FOOTER
     if game == "tag":
         env = envs.make("popp", seed=1)
-        scenes, bottom = play.play(env, *play.load_policy("chase", env), 1)[0][:11:10], 480 - render.FOOTER
+        scenes, bottom = play.play(env, *play.load_policy("chase", env)[:2], 1)[0][:11:10], 480 - render.FOOTER
     if bottom:
         left, right = 240 - (bottom - render.HEADER) / 2, 240 + (bottom - render.HEADER) / 2
     browser.open([scenes])
