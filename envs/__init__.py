@@ -9,6 +9,7 @@ Everything returned is a tensor on the environment's device that the next call o
 
 import ast
 import difflib
+import importlib.metadata
 import importlib.util
 import inspect
 
@@ -29,7 +30,7 @@ from envs.snowdrift import IDS as SNOWDRIFTS
 from envs.snowdrift import Snowdrift
 from envs.stag_hunt import StagHunt, is_hunt
 
-__all__ = ["list_ids", "make"]
+__all__ = ["__version__", "list_ids", "make"]
 
 KINDS = {  # the class of each id; the real game's is imported when it is asked for
     **dict.fromkeys(MAPS, Battle),
@@ -42,6 +43,16 @@ KINDS = {  # the class of each id; the real game's is imported when it is asked 
     **dict.fromkeys(SNOWDRIFTS, Snowdrift),
 }
 PATTERNS = ("stag_hunt_{height}x{width}_{hares}h{stags}s", foraging.FORM, "simple_tag_{predators}v{prey}")
+
+
+def _version():
+    try:
+        return importlib.metadata.version("omg-marl")
+    except importlib.metadata.PackageNotFoundError:  # a copy of the repository that is not installed
+        return "0+unknown"
+
+
+__version__ = _version()
 
 
 def list_ids():

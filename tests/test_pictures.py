@@ -521,7 +521,7 @@ def test_a_wheel_carries_the_page(tmp_path):
     (tmp_path / "out").mkdir()
     subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, check=True)
     (wheel,) = (tmp_path / "out").glob("*.whl")
-    assert "envs/page.html" in zipfile.ZipFile(wheel).namelist()
+    assert {"envs/page.html", "envs/py.typed"} <= set(zipfile.ZipFile(wheel).namelist())
 
 
 class Browser:
