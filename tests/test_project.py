@@ -1,6 +1,7 @@
-"""What people who join the project find: versions, the citation, continuous integration."""
+"""What people who join the project find: the notebook, versions, the citation, continuous integration."""
 
 import importlib.metadata
+import json
 import re
 import sys
 
@@ -17,6 +18,46 @@ else:
 
 def text_of(name):
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+# ---- the notebook ----
+NOTEBOOK = json.loads(text_of("notebooks/quickstart.ipynb"))
+CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+COMMAND = re.compile(r"^(\s*)([!%])(.*)$", re.MULTILINE)  # of the shell, or of the notebook itself
+
+
+def test_the_notebook_has_the_format_of_notebooks():
+    assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5) and isinstance(NOTEBOOK["metadata"], dict)
+    for cell in NOTEBOOK["cells"]:
+        assert {"cell_type", "id", "metadata", "source"} <= cell.keys() and re.fullmatch(r"[\w-]{1,64}", cell["id"])
+        assert all(isinstance(line, str) for line in cell["source"])
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None  # nothing of a run is kept
+        else:
+            assert cell["cell_type"] == "markdown" and cell.keys() == {"cell_type", "id", "metadata", "source"}
+    ids = [cell["id"] for cell in NOTEBOOK["cells"]]
+    assert len(set(ids)) == len(ids) < 10  # one page
+
+
+def test_the_code_of_the_notebook_compiles():
+    assert len(CODE) >= 4
+    for number, cell in enumerate(CODE):
+        compile(COMMAND.sub(r"\1pass", cell), f"cell {number}", "exec")
+
+
+def test_the_commands_of_the_notebook_exist():
+    commands = [found[3] for cell in CODE for found in COMMAND.finditer(cell)]
+    programs = [re.match(r"python (?:-m )?(\S+)", command) for command in commands]
+    for command, program in zip(commands, programs):
+        if program is None:
+            assert command.startswith(("git clone ", "pip install "))
+            continue
+        module = importlib.import_module(program[1].removesuffix(".py"))
+        options = set(re.findall(r"--([a-z-]+)", command))
+        assert options <= {name.replace("_", "-") for name in module.Args.__dataclass_fields__}
+    assert [program[1] for program in programs if program] == ["qmix.py", "envs.play"]
+    names = {name for cell in CODE for name in re.findall(r"^(\w+) = ", cell, re.MULTILINE)}
+    assert set(re.findall(r"\{(\w+)\}", " ".join(commands))) <= names  # what commands take from the cells
 
 
 # ---- versions ----
