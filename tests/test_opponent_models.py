@@ -375,11 +375,12 @@ def test_a_run_on_3m_with_8_agents_with_a_video(name, tmp_path):
         assert 0 < metrics["action_accuracy"] < 1
         assert ("obs_error" in metrics) == (name in ("liam_iql", "mix_iql"))
     assert (folder / "match.gif").stat().st_size > 0 and not (folder / "resume.pt").exists()
-    play.main(play.Args("3m", policy=str(folder), n_agents=8, out=tmp_path / "match.gif"))
+    play.main(play.Args(policy=str(folder), out=tmp_path / "match.gif"))  # the environment is the run's
     assert (tmp_path / "match.gif").stat().st_size > 0
     env = envs.make("3m", n_agents=8)
-    act, goals, _ = play.load_policy(str(folder), env)
+    act, goals, seats = play.load_policy(str(folder), env)
     act(*env.reset(seed=0))
+    assert len(seats()) == 1 and seats()[0] in range(8)
     assert bool(goals()) == (name == "omg_iql")
     assert all(len(goal) == 3 and np.isfinite(goal).all() for goal in goals())
     with pytest.raises(ValueError, match="is of 3m"):
