@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from scripts import ROOT, SCRIPTS, command_line, train, write_run
+from scripts import ALL_SCRIPTS, ROOT, command_line, train, write_run
 from test_sweep import run as sweep
 from test_team import compare_with_scripts
 
@@ -170,7 +170,7 @@ def make_run(tmp_path, monkeypatch):
 
     def make(changes, env, seed=0, scale=3):
         write_copy(tmp_path / "changed_iql.py", "iql", *changes)
-        monkeypatch.setitem(SCRIPTS, "changed_iql", checkpoints.load_script("changed_iql"))
+        monkeypatch.setitem(ALL_SCRIPTS, "changed_iql", checkpoints.load_script("changed_iql"))
         return write_run(tmp_path / "runs" / f"{seed}_{scale}", "changed_iql", env, seed, scale)
 
     return make
