@@ -93,7 +93,8 @@ from envs.metrics import masked_mean, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
-FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive", "policy", "evidence")  # as in `analyse`
+# recorded for learning and `analyse`
+FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive", "policy", "evidence")
 
 
 def check_args(args):
@@ -441,8 +442,8 @@ class Learner:
         if args.n_policies is None:
             raise ValueError("n_policies, which the run sets, is missing")
         self.args, self.env = args, env
-        used = used or [-2] * args.n_policies  # those of a loaded run are not known
-        self.used = torch.tensor(used, device=env.device)  # the policies that may be met, by number in the team
+        # the policies of the others, by number in the team; -2, which no agent has, for a loaded run
+        self.used = torch.tensor(used or [-2] * args.n_policies, device=env.device)
         self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
         self.agents = Agents(args, env)
@@ -502,8 +503,8 @@ class Learner:
         policy = self.policies(batch)
         mask = (batch["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1) & policy.any(-1)
         loss = loss + masked_mean(mask, -(policy * log_policy).sum(-1))
-        found = masked_mean(mask, ((log_policy + evidence).argmax(-1) == policy.argmax(-1)).float())
-        return inferred, loss, {"action_accuracy": accuracy, "policy_accuracy": found}
+        policy_accuracy = masked_mean(mask, ((log_policy + evidence).argmax(-1) == policy.argmax(-1)).float())
+        return inferred, loss, {"action_accuracy": accuracy, "policy_accuracy": policy_accuracy}
 
     # ALGO LOGIC: the loss
     def loss(self, batch):

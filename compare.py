@@ -1,8 +1,8 @@
 """When does it pay to model the others? Every method on the stages of strangers.py, between IQL and an oracle.
 
-Every method learns with a stage's pool, over several seeds. With those others IQL is 0 and the oracle, an IQL that is
-told who they are, is 1: what a method has of the difference is its share of the headroom. With the stage's strangers
-scores are between those of the random policy and of a best response.
+Every method learns with a stage's pool, over several seeds. The oracle is an IQL whose observations include the others'
+policies. Scores with the pool are scaled so that IQL is 0 and the oracle 1: a method's share of the headroom. Scores
+with the stage's strangers are scaled so that the random policy is 0 and a best response 1.
 
     python paper.py --stage all --cuda                          docs/benchmarks.md has the details; --quick tries it out
 """
@@ -32,10 +32,12 @@ METHODS = {
     OURS: ("belief_iql",),
     ORACLE: ("iql", "--tell-who"),
 }  # another method is another line: a script and its options
-KEPT = ", memory kept"
-IN_ENCOUNTERS = {f"{name}{KEPT}": (*METHODS[name], "--keep-memory") for name in (BASE, "naive OM")}  # one long episode
+MEMORY_KEPT = ", memory kept"
+WITH_MEMORY = {
+    f"{name}{MEMORY_KEPT}": (*METHODS[name], "--keep-memory") for name in (BASE, "naive OM")
+}  # one long episode
 COLOURS = ("#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#666666", "#0072B2")  # also for the colour-blind
-LEAST = 0.03  # of the oracle's score: a smaller headroom is none
+MIN_HEADROOM = 0.03  # of the oracle's score: a smaller headroom is none
 
 
 @dataclass
@@ -59,13 +61,17 @@ def stages_of(args):
 
 def methods_of(stage):
     """The methods on a stage, the oracle last."""
-    methods = METHODS | (IN_ENCOUNTERS if stage.encounter > 1 else {})
+    methods = METHODS | (WITH_MEMORY if stage.encounter > 1 else {})
     return {name: methods[name] for name in sorted(methods, key=lambda name: name == ORACLE)}
 
 
+def label_of(method):
+    """A method's name as part of a folder's."""
+    return method.replace(",", "").replace(" ", "_").lower()
+
+
 def make_plan(args, name):
-    stage = strangers.STAGES[name]
-    quick = args.quick
+    stage, quick = strangers.STAGES[name], args.quick
     device = ("--cuda",) * args.cuda
     steps = args.learner_timesteps or (3000 if quick else stage.timesteps if args.cuda else 500_000)
     held_out = strangers.Args(name, args.cuda, quick, args.test_runs, steps, 16 if quick else 1024)
@@ -76,7 +82,7 @@ def make_plan(args, name):
     common = (*device, "--total-timesteps", str(steps), *(few if quick else many), *team, "--pool", *held_out.pool)
     learners, tests = {}, {}
     for method, (script, *options) in methods_of(stage).items():
-        label = method.replace(",", "").replace(" ", "_").lower()
+        label = label_of(method)
         short = ("--pretrain-timesteps", "2000", "--pretrain-updates", "100") if quick and script == "omg_iql" else ()
         learners[method] = [
             Job(ROOT / f"{script}.py", stage.env_id, 1 + k, (*common, *options, *short), label)
@@ -90,21 +96,23 @@ def make_plan(args, name):
 
 
 # ---- the results ----
+def variance_of_mean(values, weight=1.0):
+    """[(the variance of weight * mean, its degrees of freedom)], for `interval`; nothing of a single value."""
+    return [(weight**2 * np.var(values, ddof=1) / len(values), len(values) - 1)] if len(values) > 1 else []
+
+
 def difference(ours, theirs):
     """(the difference of two means over seeds, its 95% interval by Welch)"""
-    mean = np.mean(ours) - np.mean(theirs)
-    return float(mean), interval(mean, [(np.var(x, ddof=1) / len(x), len(x) - 1) for x in (ours, theirs) if len(x) > 1])
+    mean = float(np.mean(ours) - np.mean(theirs))
+    return mean, interval(mean, variance_of_mean(ours) + variance_of_mean(theirs))
 
 
 def share(method, base, oracle):
     """(the share of the headroom, its 95% interval over seeds), by the first-order error of a ratio."""
     headroom = np.mean(oracle) - np.mean(base)
-    value = (np.mean(method) - np.mean(base)) / headroom
-    weights = (1 / headroom, (value - 1) / headroom, -value / headroom)  # its derivatives
-    samples = zip(weights, (method, base, oracle))
-    return float(value), interval(
-        value, [(w**2 * np.var(x, ddof=1) / len(x), len(x) - 1) for w, x in samples if len(x) > 1]
-    )
+    value = float((np.mean(method) - np.mean(base)) / headroom)
+    samples = ((method, 1 / headroom), (base, (value - 1) / headroom), (oracle, -value / headroom))  # and derivatives
+    return value, interval(value, [part for sample in samples for part in variance_of_mean(*sample)])
 
 
 def results_of(args, plan, root):
@@ -112,30 +120,30 @@ def results_of(args, plan, root):
     stage = strangers.STAGES[plan.stage]
     key = "win_rate" if envs.make(stage.env_id).team_reward else "episodic_return"
     found = read_learners(plan, root)
-    known = {method: [run["final"][key] for run in runs] for method, runs in found.items()}
-    headroom, ends = difference(known[ORACLE], known[BASE])
-    exists = headroom > LEAST * abs(np.mean(known[ORACLE])) and (args.seeds == 1 or ends[0] > 0)
+    seen = {method: [run["final"][key] for run in runs] for method, runs in found.items()}
+    headroom, ends = difference(seen[ORACLE], seen[BASE])
+    exists = headroom > MIN_HEADROOM * abs(np.mean(seen[ORACLE])) and (args.seeds == 1 or ends[0] > 0)
     held_out = strangers.manifest_of(replace(strangers.Args(plan.stage), cuda=args.cuda), plan.held_out, root)
     bounds = {
         name: (held_out["measure"], one["lower"], one["upper"])
         for one in held_out["strangers"] for name in (one["policy"], str(root / one["policy"]))
     }  # fmt: skip
-    unknown = {}
+    unseen = {}
     for method, job in plan.tests.items():
         rows = [row for row in read_results(job, root)["rows"] if row["group"] == "homologue"]
-        rows = [{**row, "adapted": 0, "other": bounded(row["other"], bounds)} for row in rows]
+        rows = [{**row, "adapted": 0, "other": name_in_bounds(row["other"], bounds)} for row in rows]
         normalise(rows, bounds)
         scores = {}
         for row in rows:
             if row["other"] != "all" and "normalised" in row:
                 scores.setdefault(row["ego"], []).append(row["normalised"])
-        unknown[method] = list(scores.values())  # seeds by strangers
+        unseen[method] = list(scores.values())  # seeds by strangers
     return {
-        "stage": plan.stage, "env_id": stage.env_id, "encounter": stage.encounter, "measure": key, "known": known,
+        "stage": plan.stage, "env_id": stage.env_id, "encounter": stage.encounter, "measure": key, "seen": seen,
         "headroom": [headroom, ends], "exists": bool(exists),
-        "share": {m: share(values, known[BASE], known[ORACLE]) for m, values in known.items()} if exists else {},
-        "ahead": {m: difference(known[OURS], values) for m, values in known.items() if m != OURS},
-        "unknown": unknown, "strangers": held_out["strangers"],
+        "share": {m: share(values, seen[BASE], seen[ORACLE]) for m, values in seen.items()} if exists else {},
+        "ahead": {m: difference(seen[OURS], values) for m, values in seen.items() if m != OURS},
+        "unseen": unseen, "strangers": held_out["strangers"],
         "matches": {m: match_means([run.get("encounter") or {} for run in runs]) for m, runs in found.items()},
         "models": {m: model_means([run.get("om", run.get("omg", {})) for run in runs]) for m, runs in found.items()},
         "seconds": {m: float(np.mean([run["seconds"] for run in runs])) for m, runs in found.items()},
@@ -147,13 +155,13 @@ def read_learners(plan, root):
     """method -> the results of its runs, by the match also where an encounter is one episode"""
     found = {method: [read_results(job, root) for job in runs] for method, runs in plan.learners.items()}
     matches = strangers.STAGES[plan.stage].encounter
-    for run in (run for method, runs in found.items() if method.endswith(KEPT) for run in runs):
+    for run in (run for method, runs in found.items() if method.endswith(MEMORY_KEPT) for run in runs):
         for scores in (run["final"], run["best"], *run["evals"]):
             scores["episodic_return"] /= matches
     return found
 
 
-def bounded(other, bounds):
+def name_in_bounds(other, bounds):
     """The name of a stranger among the bounds: the folder of a run may be written in another way."""
     return next((name for name in bounds if Path(name).name == Path(other).name), other)
 
@@ -181,18 +189,18 @@ def text_of(command, results, seconds):
         low, high = (number(result, end, sign) for end in ends)
         return number(result, mean, sign) if low == high else f"{number(result, mean, sign)} ({low} to {high})"
 
-    shares, scores, unknown, matches, ahead = [], [], [], [], []
+    shares, scores, unseen, matches, ahead = [], [], [], [], []
     for result in results:
-        name, known = result["stage"], result["known"]
-        told = with_interval(result, *result["headroom"], "+")
+        name, seen = result["stage"], result["seen"]
+        headroom = with_interval(result, *result["headroom"], "+")
         cells = {m: f"{s:.2f} ({low:.2f} to {high:.2f})" for m, (s, (low, high)) in result["share"].items()}
         cells = cells or {BASE: "no headroom"}
-        shares.append([name, told, *(cells.get(m, "") for m in methods[:-1])])
-        means = {m: with_interval(result, *difference(values, [0.0])) for m, values in known.items()}
+        shares.append([name, headroom, *(cells.get(m, "") for m in methods[:-1])])
+        means = {m: with_interval(result, *difference(values, [0.0])) for m, values in seen.items()}
         scores.append([name, *(means.get(m, "") for m in methods)])
-        tables = [np.array(result["unknown"].get(m) or [[]]) for m in methods[:-1]]
+        tables = [np.array(result["unseen"].get(m) or [[]]) for m in methods[:-1]]
         ends = [crossed_interval(t) if t.size > 1 else [] for t in tables]
-        unknown.append(
+        unseen.append(
             [name, *(f"{t.mean():.2f} ({e[0]:.2f} to {e[1]:.2f})" if e else "" for t, e in zip(tables, ends))]
         )
         if result["encounter"] > 1:
@@ -201,12 +209,12 @@ def text_of(command, results, seconds):
             matches.append([name, *cells])
         rivals = {m: with_interval(result, *values, "+") for m, values in result["ahead"].items()}
         ahead.append([name, *(rivals.get(m, "") for m in methods if m != OURS)])
-    seeds = len(results[0]["known"][BASE])
+    seeds = len(results[0]["seen"][BASE])
     parts = [
         "# When does it pay to model the others?",
-        f"{seeds} seeds of every method; means and 95% intervals (Student's t). The oracle is an IQL that is told the "
-        "others' policies. All settings and steps are the same for all. Memory kept: an encounter is one long episode "
-        "for the learner; else it knows nothing of earlier matches, apart from the belief of ours.",
+        f"{seeds} seeds of every method; means and 95% intervals (Student's t). The oracle is an IQL whose "
+        "observations include the others' policies. Settings and steps are the same for all. Memory kept: an "
+        "encounter is one long episode. Other methods remember nothing of earlier matches; ours keeps its belief.",
         "## Share of the headroom, with others that were learned with",
         "0 is IQL, 1 the oracle. Headroom: how far the oracle is ahead of IQL; below 3% of its score, or where the "
         "interval has 0, there is none.",
@@ -220,7 +228,7 @@ def text_of(command, results, seconds):
         "## Scores with strangers",
         "0 is the random policy, 1 a best response to that stranger; mean over strangers, interval over seeds and "
         "strangers together.",
-        markdown(["stage", *methods[:-1]], unknown),
+        markdown(["stage", *methods[:-1]], unseen),
         *(["## From match to match of an encounter", "Return of the first match, and the mean of the later ones.",
            markdown(["stage", *methods], matches)] if matches else []),
         "## The belief in two matches",
@@ -242,7 +250,7 @@ def draw(results, path):
     shown = [result for result in results if result["exists"]]
     figure = Figure(figsize=(1.9 * max(len(shown), 2) + 1.5, 3.6), layout="constrained")
     axes = figure.subplots()
-    methods, marks = [m for m in METHODS | IN_ENCOUNTERS if m not in (BASE, ORACLE)], "osD^v*P"
+    methods, marks = [m for m in METHODS | WITH_MEMORY if m not in (BASE, ORACLE)], "osD^v*P"
     for number, method in enumerate(methods):
         places = [k for k, result in enumerate(shown) if method in result["share"]]
         x = np.array(places) + (number - (len(methods) - 1) / 2) * 0.11
@@ -250,7 +258,7 @@ def draw(results, path):
         ends = np.array([shown[k]["share"][method][1] for k in places]).reshape(-1, 2).T
         look = {"fmt": marks[number % 7], "color": COLOURS[number % 7], "ms": 6, "capsize": 2, "lw": 1}
         axes.errorbar(x, values, np.abs(ends - values), label=method, **look)
-    for y, name in ((0, "IQL: not told"), (1, "oracle: told who the others are")):
+    for y, name in ((0, "IQL"), (1, "oracle: observes the others' policies")):
         axes.axhline(y, color="grey", linewidth=1)
         axes.text(-0.48, y + 0.02, name, fontsize=7, color="grey")
     axes.set_xticks(range(len(shown)), [result["stage"] for result in shown])

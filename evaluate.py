@@ -32,7 +32,7 @@ class Args:
     team: str | None = None  # the seats, such as 6other2ego (default: one ego, all others other)
     groups: tuple[Literal["homologue", "non-homologue"], ...] | None = None  # teams of one other, mixed ones (or both)
     episodes: int = 1000  # matches of an ego with each other, rounded up to a multiple of the seats
-    encounter: int = 1  # and as many in a row: the returns of the first, the second ... are told apart
+    encounter: int = 1  # consecutive matches with the same others; returns are also reported by match number
     num_envs: int | None = None  # matches at a time at most (default: 8192 on the GPU, 512 on the CPU, sc2/ 8)
     env_id: str | None = None  # the environment (default: that of the runs)
     n_agents: int | None = None  # number of agents, where the environment leaves it open (default: that of the runs)

@@ -151,7 +151,7 @@ def make_plan(args):
             words = (*training, *options, *among, *protocol)
             learners[method + suffix] = [
                 job(script, 1 + k, *words, *(("--vae", Output(vae, "vae.pt")) if has_vae else ()),
-                    label=name_of(method + suffix))
+                    label=compare.label_of(method + suffix))
                 for k, vae in enumerate(vaes)
             ]  # fmt: skip
 
@@ -162,10 +162,6 @@ def make_plan(args):
     first = ("pool_qmix", "vae", *learners)  # whom others wait for; the strangers fill the gaps
     order = sorted(runs, key=lambda label: label not in first)
     return Plan(networks, learners, evaluations, [job for label in order for job in runs[label]])
-
-
-def name_of(method):
-    return method.replace(",", "").replace(" ", "_").lower()
 
 
 def evaluations_of(args, env, egos, pool, unseen):
@@ -179,7 +175,7 @@ def evaluations_of(args, env, egos, pool, unseen):
             groups = ("homologue", "non-homologue") if count == mates > 1 else ("homologue",)
             who = ("--ego", *runs, "--others", *policies, "--team", f"{count}other{mates + 1 - count}ego")
             words = (*who, "--groups", *groups, "--episodes", str(args.episodes), *("--cuda",) * args.cuda)
-            label = f"evaluate_{name_of(method)}_{others}_{count}"
+            label = f"evaluate_{compare.label_of(method)}_{others}_{count}"
             yield method, others, count, Evaluation(ROOT / "evaluate.py", args.map, 1, words, label)
 
 
@@ -324,7 +320,7 @@ def draw(report, path):
     conditions = list(dict.fromkeys(map(condition, results)))
     methods = list(dict.fromkeys(result["method"].partition(", ")[0] for result in results))
     figure = Figure(figsize=(2.9 * len(conditions) + 1.5, 0.42 * len(methods) + 1.5), layout="constrained")
-    looks = {"": ("o", "#0072B2", 0.14), "diverse": ("s", "#D55E00", -0.14)}  # told apart without colours, too
+    looks = {"": ("o", "#0072B2", 0.14), "diverse": ("s", "#D55E00", -0.14)}  # distinct without colours, too
     for axes, name in zip(figure.subplots(1, len(conditions), sharey=True, squeeze=False)[0], conditions):
         for result in (result for result in results if condition(result) == name):
             method, _, protocol = result["method"].partition(", ")

@@ -90,9 +90,7 @@ def test_a_comparison_is_fair():
         assert plan.learners.keys() - plan.tests.keys() == {"oracle"}
         for method, jobs in plan.learners.items():
             assert [job.seed for job in jobs] == [1, 2, 3, 4, 5]
-            words = [
-                word for word in jobs[0].arguments if word not in (compare.METHODS | compare.IN_ENCOUNTERS)[method]
-            ]
+            words = [word for word in jobs[0].arguments if word not in (compare.METHODS | compare.WITH_MEMORY)[method]]
             assert words == list(plan.learners["IQL"][0].arguments)  # the same steps, matches, team and pool for all
             assert not set(plan.held_out.strangers) & set(jobs[0].arguments)
         for method, job in plan.tests.items():
@@ -163,11 +161,11 @@ def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
     assert stage["headroom"][0] == pytest.approx(0.6) and stage["exists"]
     shares = {method: share for method, (share, _) in stage["share"].items()}
     *methods, kept, kept_too, oracle = shares
-    assert (methods, oracle) == (list(compare.METHODS)[:-1], "oracle") and {kept, kept_too} == {*compare.IN_ENCOUNTERS}
+    assert (methods, oracle) == (list(compare.METHODS)[:-1], "oracle") and {kept, kept_too} == {*compare.WITH_MEMORY}
     assert list(shares.values())[:6] == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6]) and shares[oracle] == 1
     assert (shares[kept] + shares[kept_too]) / 2 == pytest.approx(((0.83 + 0.93) / 2 / 5 - 0.23) / 0.6)
     assert stage["ahead"]["OMG"][0] == pytest.approx(0.1)
-    assert np.array(stage["unknown"]["belief"]).shape == (2, 6)
-    assert stage["unknown"]["belief"][0] == pytest.approx([0.5] * 6)
+    assert np.array(stage["unseen"]["belief"]).shape == (2, 6)
+    assert stage["unseen"]["belief"][0] == pytest.approx([0.5] * 6)
     assert stage["matches"]["IQL"] == pytest.approx([0.23, 1.23, 2.23])
     assert "0.83 (" in text and "0.23, 1.73" in text
