@@ -8,7 +8,8 @@
 
 A learner has `networks()` (name -> module), `optimizer`, `updates` and `metrics`. checkpoint.pt has what it takes to
 act and to continue; resume-<steps>.pt what else it takes to continue exactly: random states, and what is in `state`,
-objects with state_dict and load_state_dict.
+objects with state_dict and load_state_dict. A learner may have `exports()`: name -> what a checkpoint has there that
+differs. With every save each of them is written as a run folder of its own, which cannot be continued.
 
 Exit codes: 0 done, 1 error, 2 bad arguments, 128 + n stopped by signal n and saved (130 Ctrl-C, 143 SIGTERM, and 143 at
 the time limit).
@@ -224,7 +225,7 @@ def check_common_goal(args, env, team):
 def fill_in_sizes(args):
     """Sets the sizes of a run that were not given: they depend on the device and on how many seats learn."""
     real_game = args.env_id.startswith("sc2/")
-    single = args.team != "self" and not real_game  # one learner: a match has less to learn from
+    single = getattr(args, "team", "self") != "self" and not real_game  # one learner: a match has less to learn from
     if args.cuda:
         defaults = {"num_envs": 1024, "total_timesteps": 20_000_000, "batch_size": 64}
         defaults["train_frequency"] = 1000 if single else 2000
@@ -323,7 +324,7 @@ def buffer_size(args, episodes, device):
 def default_buffer_size(args, episode_bytes):
     """8192 episodes on the GPU, 4096 on the CPU; a single learner among others has up to four times as many."""
     size = 8192 if args.cuda else 4096
-    if args.team != "self":
+    if getattr(args, "team", "self") != "self":
         size = max(size, min(4 * size, (4 if args.cuda else 2) * 2**30 // episode_bytes))
     largest = (16 if args.cuda else 8) * 2**30 // episode_bytes  # a limit only with very many units
     return max(min(size, largest), args.num_envs, args.batch_size)
@@ -719,14 +720,25 @@ class Run:
         for path in (*self.folder.glob("resume*.pt"), *self.folder.glob(".*.part")):  # .part: of a process that died
             if path.name != self.resume_file:
                 path.unlink(missing_ok=True)
+        written = written and self._save_exports(self.folder)
         self.save_at = time.time() + (self.args.checkpoint_interval if written else RETRY)
         return written
 
     def save_copy(self, folder):
         """Keeps the policy as it is now in a folder of its own, as a run that cannot be continued."""
+        self._write_copy(folder, {})
+        self._save_exports(folder)
+
+    def _save_exports(self, folder):
+        """Writes the runs that a learner exports to folders in `folder`; returns whether it did."""
+        exports = getattr(self.learner, "exports", dict)()
+        written = [self._write_copy(folder / name, content) for name, content in exports.items()]
+        return all(written)
+
+    def _write_copy(self, folder, content):
         with contextlib.suppress(OSError):  # that it cannot be written there is said below
             folder.mkdir(exist_ok=True)
-        checkpoints.write(self._checkpoint(None), folder / "checkpoint.pt")
+        return checkpoints.write(self._checkpoint(None) | content, folder / "checkpoint.pt")
 
     def _checkpoint(self, resume_file):
         self.learner.metrics.check_finite()  # nothing that is not finite is saved
