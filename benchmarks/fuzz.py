@@ -238,10 +238,10 @@ TINY = {
     "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 300, "time_limit": 2.0,
     "eval_interval": 150, "eval_episodes": 4, "final_eval_episodes": 4, "hidden_dim": 8, "log_interval": 0.0,
     "pretrain_timesteps": 100, "pretrain_updates": 3, "latent_dim": 4, "episodes": 3, "seeds": 1, "num_steps": 16,
-    "update_epochs": 2, "num_minibatches": 2,
+    "update_epochs": 2, "num_minibatches": 2, "population_size": 2,
 }  # fmt: skip
 SCRIPTS = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql", "ippo",
-           "mappo", "pretrain_cvae", "evaluate", "play", "sweep")  # fmt: skip
+           "mappo", "brdiv", "pretrain_cvae", "evaluate", "play", "sweep")  # fmt: skip
 TINY_IDS = ("3m", "stag_hunt_4x4", "Foraging-5x5-2p-1f-v3", "simple_tag", "popp", "kuhn", "matrix_ipd", "coin_game")
 WORDS = (
     "", "x", "-", "--", "a b", "3m", "8m", "../x", "..", "/dev/null", "/proc/nothing", "*", "[", "x" * 300, "\u2603",

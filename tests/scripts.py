@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 import belief_iql
+import brdiv
 import ippo
 import iql
 import liam_iql
@@ -35,7 +36,8 @@ MODEL_SCRIPTS = {  # one learner among others
 }  # fmt: skip
 SCRIPTS = {**TEAM_SCRIPTS, **MODEL_SCRIPTS}
 POLICY_SCRIPTS = {"ippo": ippo, "mappo": mappo}  # policy gradients, without a replay buffer
-ALL_SCRIPTS = {**SCRIPTS, **POLICY_SCRIPTS}
+POPULATION_SCRIPTS = {"brdiv": brdiv}  # several policies learn at a time, in pairs
+ALL_SCRIPTS = {**SCRIPTS, **POLICY_SCRIPTS, **POPULATION_SCRIPTS}
 QUICK = {
     "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 600,
     "eval_interval": 300, "eval_episodes": 4, "final_eval_episodes": 6, "hidden_dim": 16, "log_interval": 0,
@@ -46,6 +48,7 @@ NOT_TRAINED = {  # what a checkpoint has besides networks and arguments
     "optimizer": {}, "updates": 0, "resume": None,
     "progress": {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": True, "next_eval": 1},
 }  # fmt: skip
+QUICK_POPULATION = {**QUICK, "population_size": 2}
 QUICK_MODEL = {"pretrain_timesteps": 200, "pretrain_updates": 20}  # of omg_iql, in addition
 QUICK_PRETRAINING = {"num_envs": 4, "batch_size": 4, **QUICK_MODEL}  # of pretrain_cvae
 
@@ -53,6 +56,8 @@ QUICK_PRETRAINING = {"num_envs": 4, "batch_size": 4, **QUICK_MODEL}  # of pretra
 def quick_options(name):
     if name == "pretrain_cvae":
         return QUICK_PRETRAINING
+    if name in POPULATION_SCRIPTS:
+        return QUICK_POPULATION
     return QUICK_POLICY if name in POLICY_SCRIPTS else QUICK | (QUICK_MODEL if name == "omg_iql" else {})
 
 
@@ -113,7 +118,7 @@ def write_run(folder, name, env, seed=0, scale=3, **options):
     """The folder of a run that has learned nothing, with weights `scale` times as large as a new run's."""
     torch.manual_seed(seed)
     options = {"n_policies": 2, **options} if name == "belief_iql" else options
-    quick = quick_options(name) if name in POLICY_SCRIPTS else QUICK
+    quick = QUICK if name in SCRIPTS else quick_options(name)
     args = ALL_SCRIPTS[name].Args(**{"env_id": env.name, "seed": seed, **quick, **options})
     networks = make_learner(name, env, args).networks()
     content = {"algorithm": name, "env_id": args.env_id, "sizes": checkpoints.env_sizes(env), "args": asdict(args)}

@@ -5,7 +5,7 @@ import difflib
 import functools
 
 import pytest
-from scripts import MODEL_SCRIPTS, POLICY_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS
+from scripts import MODEL_SCRIPTS, POLICY_SCRIPTS, POPULATION_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS
 
 # the only names that may have different contents in two scripts
 OF_TEAM_SCRIPTS = {"FIELDS", "check_args", "Learner.__init__", "Learner.networks", "Learner.mix", "Learner.loss"}
@@ -20,14 +20,19 @@ OF_POLICY_SCRIPTS = {  # that they do not have in common with those that learn v
     "Args.max_grad_norm", "Args.hidden_dim", "Player.__init__", "Player.act", "Learner.__init__", "Learner.networks",
     "Learner.learn", "Learner.loss", "Learner.update",
 }  # fmt: skip
+OF_POPULATION_SCRIPTS = {  # that they do not have in common with iql.py
+    "FIELDS", "check_args", "make_env", "make_team", "load_player", "Args.num_envs", "Args.total_timesteps",
+    "Args.buffer_size", "Args.train_frequency", "Agents.__init__", "Agents.init_hidden", "Agents.forward",
+    "Player.__init__", "Player.act", "Learner.loss",
+}  # fmt: skip
 LINES = {
     "iql": 480, "vdn": 490, "qmix": 530, "naive_om_iql": 600, "liam_iql": 600, "mix_iql": 620, "belief_iql": 620,
-    "ippo": 470, "mappo": 470, "omg_iql": 850, "pretrain_cvae": 200, "evaluate": 420,
+    "ippo": 470, "mappo": 470, "brdiv": 560, "omg_iql": 850, "pretrain_cvae": 200, "evaluate": 420,
 }  # fmt: skip
 CHANGED_LINES = {
     ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("iql", "naive_om_iql"): 250, ("naive_om_iql", "liam_iql"): 100,
     ("naive_om_iql", "omg_iql"): 400, ("liam_iql", "mix_iql"): 125, ("naive_om_iql", "belief_iql"): 110,
-    ("ippo", "mappo"): 20,
+    ("ippo", "mappo"): 20, ("iql", "brdiv"): 270,
 }  # fmt: skip
 
 
@@ -91,6 +96,20 @@ def test_policy_gradients_share_the_code_of_the_others():
     equal = {key for key in shared if any(definitions(name).get(key) == one[key] for name in TEAM_SCRIPTS)}
     assert {"make_team", "SharedGRU.forward", "cudnn_unroll", "lambda_returns", "gather_q", "Player.reset"} <= equal
     assert shared - equal == OF_POLICY_SCRIPTS
+
+
+@pytest.mark.parametrize("name", POPULATION_SCRIPTS)
+def test_populations_share_the_code_of_independent_learners(name):
+    one, other = definitions("iql"), definitions(name)
+    shared = one.keys() & other.keys()
+    assert {
+        "SharedGRU.forward",
+        "lambda_returns",
+        "ReplayBuffer.sample",
+        "Learner.__init__",
+        "Learner.update",
+    } <= shared
+    assert {key for key in shared if one[key] != other[key]} == OF_POPULATION_SCRIPTS
 
 
 def test_options_of_the_pretraining_are_those_of_omg():
