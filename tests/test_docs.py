@@ -19,7 +19,7 @@ PAGES = [
 SCRIPT_FILES = [f"{name}.py" for name in (*ALL_SCRIPTS, "pretrain_cvae", "evaluate", "strangers", "sweep", "paper")]
 PROGRAMS = [*SCRIPT_FILES, "envs/play.py", *(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-KEY = re.compile(r"`((?:charts|losses|eval|omg?|pretrain)/\w+(?:/\w+)?)`")
+KEY = re.compile(r"`((?:charts|losses|eval|brdiv|omg?|pretrain)/\w+(?:/\w+)?)`")
 OF_OTHER_PROGRAMS = re.compile(r"\b(?:tensorboard|ray start|ruff check) [^#`\n]*")
 EXAMPLES = {"--help", "--my-option"}
 pytestmark = pytest.mark.usefixtures("one_thread")
