@@ -71,6 +71,7 @@ class Args:
     hidden_dim: int = 64  # units of the recurrent layer
     mixing_dim: int = 32  # units of the mixing network
     hypernet_dim: int = 64  # units of the hypernetworks that make its weights from the state
+    hypernet_layers: Literal[1, 2] = 2  # layers of these, but for the biases' (PyMARL's _beta settings: 1)
     recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
     share_parameters: bool = True  # one network for all seats, or (--no-share-parameters) one for each
 
@@ -248,17 +249,19 @@ class Mixer(nn.Module):
     def __init__(self, args, env, seats):
         super().__init__()
         self.seats = seats
-        self.sizes = (args.hypernet_dim, args.hypernet_dim, args.hypernet_dim, args.mixing_dim)
+        hidden, weights = args.hypernet_dim, (seats * args.mixing_dim, args.mixing_dim)
+        self.two_layers = args.hypernet_layers == 2
+        self.sizes = (*((hidden, hidden) if self.two_layers else weights), hidden, args.mixing_dim)
         self.fc1 = nn.Linear(env.state_dim, sum(self.sizes))  # the first layers of four hypernetworks in one product
-        self.w1 = nn.Linear(args.hypernet_dim, seats * args.mixing_dim)
-        self.w2 = nn.Linear(args.hypernet_dim, args.mixing_dim)
-        self.b2 = nn.Linear(args.hypernet_dim, 1)
+        if self.two_layers:
+            self.w1, self.w2 = (nn.Linear(hidden, size) for size in weights)
+        self.b2 = nn.Linear(hidden, 1)
         self.to(env.device)
 
     def forward(self, q, state):  # (steps, matches, seats), (steps, matches, state_dim) -> (steps, matches)
         x1, x2, x3, b1 = self.fc1(state).split(self.sizes, -1)
-        w1 = self.w1(F.relu(x1)).abs().unflatten(-1, (self.seats, -1))
-        w2 = self.w2(F.relu(x2)).abs()
+        w1, w2 = (self.w1(F.relu(x1)), self.w2(F.relu(x2))) if self.two_layers else (x1, x2)
+        w1, w2 = w1.abs().unflatten(-1, (self.seats, -1)), w2.abs()
         b2 = self.b2(F.relu(x3)).squeeze(-1)
         hidden = F.elu((q.unsqueeze(-2) @ w1).squeeze(-2) + b1)
         return (hidden * w2).sum(-1) + b2
