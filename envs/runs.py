@@ -40,6 +40,8 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 RETRY = 60.0  # seconds until a file that could not be written is tried again
 LARGEST = {
     **dict.fromkeys(("hidden_dim", "latent_dim", "mixing_dim", "hypernet_dim", "horizon"), 2**13),
+    **dict.fromkeys(("joint_dim", "critic_dim"), 2**13),
+    "joint_layers": 2**4,
     **dict.fromkeys(("num_steps", "update_epochs"), 2**13),  # a run is stopped after them, not before
     **dict.fromkeys(("num_envs", "batch_size"), 2**22),
 }

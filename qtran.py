@@ -1,0 +1,579 @@
+"""QTRAN with recurrent agents: a joint action value, and seats' values whose sum has its best action in common with it.
+
+Hundreds of matches are played in lock step and stored in a replay buffer on the device. Updates use double Q-learning,
+lambda-returns and a slowly moving target network (Son et al. 2019, after PyMARL's QTRAN-base).
+A match is one of the games that are played side by side; a seat is an agent's place in it.
+
+    python qtran.py --env-id 3m --cuda              docs/qtran.md has the logged keys, the deviations and the results
+"""
+
+import copy
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+STARTED = time.time()  # before the slow imports
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem  # the name of this experiment
+    seed: int = 1  # the seed of all random numbers
+    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
+    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
+    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
+    wandb_project_name: str = "omg-marl"  # wandb's project
+    wandb_entity: str | None = None  # wandb's entity (team)
+    wandb_group: str | None = None  # wandb's group of runs
+    capture_video: bool = False  # whether to save a GIF of a match of the final policy
+    run_root: str = "runs"  # the folder in which run folders are made
+    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
+    checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
+    save_buffer: bool = True  # whether checkpoints include the replay buffer, so that the run resumes exactly
+    resume: str | None = None  # a run folder to continue; other arguments must be as they were
+    init: str | None = None  # a run folder whose networks this run starts from
+    time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
+
+    env_id: str = "3m"  # the environment: see envs.list_ids()
+    n_agents: int | None = None  # number of agents, where the environment leaves it open
+    team: str = "self"  # self (all seats learn), scripted (one learner among scripted others), or such as 7qmix1learner
+    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
+    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
+    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
+    encounter: int = 1  # matches in a row with the same others before new ones are drawn
+    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
+    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
+    num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
+    total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 4 on the CPU
+    eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
+    eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
+    final_eval_episodes: int = 512  # episodes of the last evaluation
+    log_interval: float = 1.0  # seconds between lines of the log
+
+    learning_rate: float = 1e-3  # Adam's learning rate
+    gamma: float = 0.97  # discount factor
+    reward_scale: float | None = None  # factor of the rewards in targets (default: 5 / env.return_scale)
+    td_lambda: float = 0.7  # lambda of the returns; 0 is one-step Q-learning
+    tau: float = 0.005  # how far the target network, which plays greedily, moves with every update
+    buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
+    buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
+    batch_size: int | None = None  # episodes in an update (default: 64 on the GPU, 32 on the CPU)
+    train_frequency: int | None = None  # steps per update (default: 2000, CPU 200; with a team 1000, 400; sc2/ 60)
+    start_e: float = 1.0  # epsilon at the start
+    end_e: float = 0.05  # epsilon at the end
+    exploration_fraction: float = 0.1  # the fraction of the run over which epsilon falls
+    max_grad_norm: float = 10.0  # the norm to which gradients are clipped
+    hidden_dim: int = 64  # units of the recurrent layer
+    alt: bool = False  # QTRAN-alt, a joint value for all actions of each seat, in place of QTRAN-base
+    joint_dim: int = 64  # units of the networks of the joint value and the state's value
+    joint_layers: int = 2  # hidden layers of these networks (3: PyMARL's large ones)
+    opt_loss: float = 1.0  # weight of the loss that the sum of greedy values is the joint value
+    nopt_min_loss: float | None = None  # weight of the loss that other sums are not below it (default: 0.1, alt 1)
+    recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
+    share_parameters: bool = True  # one network for all seats, or (--no-share-parameters) one for each
+
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    tyro.cli(Args)  # prints the help and exits, before the slow imports
+
+import torch  # noqa: E402
+import torch.nn as nn  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import envs  # noqa: E402
+from envs import checkpoints, play, runs  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, load_runner, round_up  # noqa: E402
+from envs.team import Team, TellWho  # noqa: E402
+
+MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
+FIELDS = ("obs", "state", "avail", "alive", "action", "terminated")  # recorded for learning, besides reward and seat
+
+
+def check_args(args):
+    """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
+    runs.check_ranges(
+        args,
+        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
+        "batch_size train_frequency encounter hidden_dim joint_dim joint_layers learning_rate max_grad_norm "
+        "reward_scale",
+        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
+        non_negative="seed checkpoint_interval log_interval opt_loss nopt_min_loss",
+    )
+    runs.check_team_options(args)
+    runs.resolve_device(args)
+    runs.fill_in_sizes(args)
+    runs.fill_in(args, {"nopt_min_loss": 1.0 if args.alt else 0.1})
+
+
+def make_env(args, num_envs, device, purpose):
+    seed, encounters = runs.seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
+    try:
+        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
+    except ValueError as error:
+        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
+
+
+def make_team(args, env, purpose):
+    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
+    seed, encounter = runs.seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
+    learners = ("learner",)  # what --team calls the learner's seats
+    try:
+        return Team(env, args.team, learners, *others, seed, encounter=encounter)
+    except ValueError as error:
+        raise runs.UsageError(f"--team {args.team}: {error}") from None
+
+
+# ALGO LOGIC: networks
+class SeatLinear(nn.Module):
+    """A linear layer for every seat."""
+
+    def __init__(self, seats, inputs, outputs):
+        super().__init__()
+        bound = inputs**-0.5
+        self.weight = nn.Parameter(torch.empty(seats, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(seats, outputs).uniform_(-bound, bound))
+
+    def forward(self, x):  # (..., seats, inputs)
+        return torch.einsum("...ai,aio->...ao", x, self.weight) + self.bias
+
+
+class SeatGRU(nn.Module):
+    """A GRU for every seat."""
+
+    def __init__(self, seats, hidden_dim):
+        super().__init__()
+        self.fc_input = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
+        self.fc_hidden = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
+
+    def forward(self, x, h):  # (time, matches, seats, hidden), (matches, seats, hidden)
+        outputs = []
+        for gates in self.fc_input(x).unbind():
+            reset, update, new = gates.chunk(3, -1)
+            reset_h, update_h, new_h = self.fc_hidden(h).chunk(3, -1)
+            new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
+            h = torch.lerp(new, h, torch.sigmoid(update + update_h))
+            outputs.append(h)
+        return torch.stack(outputs)
+
+
+class RecurrentWeights(torch.autograd.Function):
+    """The identity on a GRU's gates; its backward pass computes the gradient of the recurrent weights."""
+
+    @staticmethod
+    def forward(ctx, gates, weight, bias, states):
+        ctx.save_for_backward(gates, weight, bias)
+        ctx.states = states
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, d_gates):
+        gates, weight, bias = ctx.saved_tensors
+        last_h = torch.cat(ctx.states)  # (time, rows, hidden)
+        n = last_h.shape[-1]
+        reset = torch.sigmoid(gates[..., :n] + F.linear(last_h, weight[:n], bias[:n]))
+        d_hidden = torch.cat((d_gates[..., : 2 * n], d_gates[..., 2 * n :] * reset), -1).flatten(0, 1)
+        return d_gates, d_hidden.T @ last_h.flatten(0, 1), d_hidden.sum(0), None
+
+
+def cudnn_unroll(gates, h, weight, bias):  # (time, rows, 3 * hidden), (rows, hidden)
+    """cuDNN's GRU, but with a gradient of its recurrent weights that does not take most of the backward pass."""
+    states = [h.detach().unsqueeze(0)]
+    gates = RecurrentWeights.apply(gates, weight, bias, states)
+    identity = torch.eye(len(bias), device=h.device)  # as input weights, since the gates are given
+    weights = [identity, weight.detach(), torch.zeros_like(bias), bias.detach()]
+    flat = torch.cat([w.flatten() for w in weights])  # cuDNN wants contiguous weights
+    weights = [part.view_as(w) for part, w in zip(flat.split([w.numel() for w in weights]), weights)]
+    y, _ = torch.gru(gates, h.unsqueeze(0), weights, True, 1, 0.0, True, False, False)
+    states.append(y[:-1].detach())
+    return y
+
+
+class SharedGRU(nn.GRU):
+    """One GRU for all seats."""
+
+    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
+        rows = x.flatten(1, 2)
+        h = h.flatten(0, 1)
+        if len(x) == 1:
+            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
+        elif x.is_cuda and torch.is_grad_enabled():
+            gates = F.linear(rows, self.weight_ih_l0, self.bias_ih_l0)
+            y = cudnn_unroll(gates, h, self.weight_hh_l0, self.bias_hh_l0)
+        else:
+            y, _ = super().forward(rows, h.unsqueeze(0))
+        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
+
+
+class Agents(nn.Module):
+    """The Q-network: Linear, GRU, Linear on observation, own last action and seat."""
+
+    def __init__(self, args, env):
+        super().__init__()
+        inputs = env.obs_dim + env.n_actions + env.n_agents
+        self.hidden_dim = args.hidden_dim
+        self.recurrence = args.recurrence
+        if args.share_parameters:
+            self.fc1 = nn.Linear(inputs, args.hidden_dim)
+            self.rnn = SharedGRU(args.hidden_dim, args.hidden_dim)
+            self.fc2 = nn.Linear(args.hidden_dim, env.n_actions)
+        else:
+            self.fc1 = SeatLinear(env.n_agents, inputs, args.hidden_dim)
+            self.rnn = SeatGRU(env.n_agents, args.hidden_dim)
+            self.fc2 = SeatLinear(env.n_agents, args.hidden_dim, env.n_actions)
+        self.register_buffer("seat_one_hot", torch.eye(env.n_agents), persistent=False)
+        self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
+        self.to(env.device)
+
+    def init_hidden(self, matches, seats):
+        return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
+
+    def forward(self, obs, last_action, h, seat):
+        """obs (time, matches, seats, obs_dim), last_action (time, matches, seats) with -1 for none,
+        h (matches, seats, hidden), seat (matches, seats) -> Q-values and hidden states of all times
+        """
+        last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
+        seat = self.seat_one_hot[seat].expand(*obs.shape[:2], -1, -1)
+        x = F.relu(self.fc1(torch.cat((obs, last_action, seat), -1)))
+        if self.recurrence:
+            h = self.rnn(x, h)  # (time, matches, seats, hidden)
+        else:
+            h = self.rnn(x.flatten(0, 1).unsqueeze(0), self.init_hidden(*x.flatten(0, 1).shape[:2])).view_as(x)
+        return self.fc2(h), h  # (time, matches, seats, actions)
+
+
+def mlp(inputs, hidden, layers, outputs):
+    """Linear layers with ReLUs between them: `layers` of `hidden` units, then the outputs."""
+    parts = [nn.Linear(inputs, hidden), nn.ReLU()]
+    for _ in range(layers - 1):
+        parts += [nn.Linear(hidden, hidden), nn.ReLU()]
+    return nn.Sequential(*parts, nn.Linear(hidden, outputs))
+
+
+class QTRANBase(nn.Module):
+    """The value of a joint action, and that of the state: networks on the state and a sum over seats of encodings."""
+
+    def __init__(self, args, env, seats):
+        super().__init__()
+        inputs = args.hidden_dim + env.n_actions
+        self.encoder = mlp(inputs, inputs, 1, inputs)
+        self.joint = mlp(env.state_dim + inputs, args.joint_dim, args.joint_layers, 1)
+        self.value = mlp(env.state_dim, args.joint_dim, args.joint_layers, 1)
+        self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
+        self.to(env.device)
+
+    def forward(self, h, action, weight, state):
+        """h (steps, matches, seats, hidden), action and weight (steps, matches, seats), state (steps, matches,
+        state_dim) -> the joint value (steps, matches, 1); seats with weight 0 are left out
+        """
+        one_hot = (action.unsqueeze(-1) == self.actions).to(h.dtype)
+        encoding = self.encoder(torch.cat((h, one_hot), -1)) * weight.unsqueeze(-1)
+        return self.joint(torch.cat((state, encoding.sum(2)), -1))
+
+    def state_value(self, h, weight, state):
+        return self.value(state)  # (steps, matches, 1)
+
+
+class QTRANAlt(nn.Module):
+    """For each seat the values of all its actions beside the others' actions taken, and the value of the state."""
+
+    def __init__(self, args, env, seats):
+        super().__init__()
+        hidden, n_actions = args.hidden_dim, env.n_actions
+        self.h_encoder = mlp(hidden, hidden, 1, hidden)
+        self.action_encoder = mlp(n_actions, n_actions, 1, n_actions)
+        inputs = env.state_dim + seats + hidden + n_actions
+        self.joint = mlp(inputs, args.joint_dim, args.joint_layers, n_actions)
+        self.value_encoder = mlp(hidden, hidden, 1, hidden)
+        self.value = mlp(env.state_dim + hidden, args.joint_dim, args.joint_layers, 1)
+        self.register_buffer("seat_one_hot", torch.eye(seats), persistent=False)
+        self.register_buffer("actions", torch.arange(n_actions), persistent=False)
+        self.to(env.device)
+
+    def forward(self, h, action, weight, state):
+        """As that of QTRANBase, but -> (steps, matches, seats, actions)"""
+        weight = weight.unsqueeze(-1)
+        all_h = (self.h_encoder(h) * weight).sum(2)
+        encoding = self.action_encoder((action.unsqueeze(-1) == self.actions).to(h.dtype)) * weight
+        others = encoding.sum(2, keepdim=True) - encoding
+        shared = torch.cat((state, all_h), -1).unsqueeze(2).expand(*others.shape[:3], -1)
+        seat = self.seat_one_hot.expand(*others.shape[:3], -1)
+        return self.joint(torch.cat((shared, seat, others), -1))
+
+    def state_value(self, h, weight, state):
+        all_h = (self.value_encoder(h) * weight.unsqueeze(-1)).sum(2)
+        return self.value(torch.cat((state, all_h), -1))  # (steps, matches, 1)
+
+
+def greedy_action(q, avail):
+    return q.masked_fill(~avail, -1e9).argmax(-1)
+
+
+def gather_q(q, action):
+    """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
+    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
+
+
+def lambda_returns(reward, next_value, terminated, truncated, gamma, td_lambda):
+    """(time, ...) targets: r + gamma * ((1 - lambda) * next_value + lambda * the next target).
+
+    Where `terminated` nothing follows; where `truncated` the next value stands for all that follows.
+    """
+    bootstraps = ~terminated
+    continues = bootstraps & ~truncated
+    target = reward + gamma * torch.where(continues, (1 - td_lambda) * next_value, next_value * bootstraps)
+    weight = gamma * td_lambda * continues.to(reward.dtype)
+    span = 1
+    while span < len(target):  # target[t] = target[t] + weight[t] * target[t + 1], for all t in a few doublings
+        target[:-span].add_(weight[: len(target) - span] * target[span:])
+        weight = weight[:-span] * weight[span:]
+        span *= 2
+    return target
+
+
+class Player:
+    """Plays the learner's seats (matches, seats) epsilon-greedily."""
+
+    def __init__(self, agents, seats):
+        self.agents = agents
+        self.h = agents.init_hidden(*seats.shape)
+
+    def reset(self, mask):
+        self.h.masked_fill_(mask.view(-1, 1, 1), 0.0)
+
+    def act(self, inputs, epsilon):
+        q, h = self.agents(inputs.obs.unsqueeze(0), inputs.last_action.unsqueeze(0), self.h, inputs.seat)
+        self.h.copy_(h[0])
+        return epsilon_greedy(q[0], inputs.avail, epsilon)
+
+
+def epsilon_greedy(q, avail, epsilon):
+    noise = torch.rand((*q.shape[:-1], q.shape[-1] + 1), device=q.device)
+    return greedy_action(torch.where(noise[..., -1:] < epsilon, noise[..., :-1], q), avail)
+
+
+class ReplayBuffer:
+    """A ring of episodes, time first: (steps + 1, episodes, ...)."""
+
+    def __init__(self, args, episodes, device):
+        self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
+        self.size = args.buffer_size = runs.buffer_size(args, episodes, self.device)
+        self.data, self.batch = {}, {}
+        for name, values in episodes.items():
+            rows, features = len(values), values.shape[2:]
+            self.data[name] = torch.zeros((rows, self.size, *features), dtype=values.dtype, device=self.device)
+            self.batch[name] = values.new_empty((rows, args.batch_size, *features))
+        self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
+        self.cursor = 0
+        self.generator = torch.Generator().manual_seed(runs.seed_for(args.seed, "buffer"))
+        self.save_episodes = args.save_buffer
+        self.max_length = len(episodes["reward"]) - 1
+        self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
+
+    def __len__(self):
+        return int((self.lengths > 0).sum())
+
+    def add(self, episodes, lengths, valid):
+        """Stores the valid episodes of a round."""
+        lengths = torch.where(valid, lengths, 0).cpu()
+        stored = lengths.nonzero().flatten()
+        if len(stored) == 0:
+            return
+        rows = int(lengths.max()) + 1
+        first_part = self.size - self.cursor  # as many go to the end of the ring, the rest to its start
+        for name, values in episodes.items():
+            data = self.data[name][:rows]
+            new = values[:rows] if len(stored) == len(lengths) else values[:rows, stored.to(values.device)]
+            data[:, self.cursor : self.cursor + len(stored)] = new[:, :first_part]
+            data[:, : max(len(stored) - first_part, 0)] = new[:, first_part:]
+        slots = (torch.arange(len(stored)) + self.cursor) % self.size
+        self.lengths[slots] = lengths[stored]
+        self.cursor = (self.cursor + len(stored)) % self.size
+
+    def sample(self, batches, batch_size):
+        """Yields batches of different episodes, cut after the longest one, rounded up to few different lengths.
+
+        All batches use the same memory, so that a captured update can be replayed on it.
+        """
+        filled = self.lengths.nonzero().flatten()
+        orders = [torch.randperm(len(filled), generator=self.generator)[:batch_size] for _ in range(batches)]
+        indices = filled[torch.stack(orders)]  # (batches, batch_size)
+        lengths = self.lengths[indices]
+        longest = lengths.amax(1).tolist()
+        chosen = torch.stack((indices, lengths), 1).to(self.device)  # one transfer: each one waits for the device
+        for (episodes, lengths), steps in zip(chosen, longest):
+            rows = min(round_up(steps, self.length_unit), self.max_length) + 1
+            batch = {"lengths": self.batch["lengths"].copy_(lengths)}
+            for name, data in self.data.items():
+                batch[name] = gather(data[:rows], episodes, self.batch[name][:rows])
+            yield batch
+
+    def state_dict(self):
+        state = {"generator": self.generator.get_state()}
+        if self.save_episodes:
+            filled = len(self)
+            data = self.data  # a full buffer is not copied: it may take most of the memory
+            if filled < self.size:
+                data = {name: values[:, :filled].clone() for name, values in self.data.items()}
+            state |= {"lengths": self.lengths, "cursor": self.cursor, "episodes": data}
+        return state
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+        if "episodes" not in state:
+            print("This run was saved without its buffer: going on with an empty one.")
+            return
+        runs.check_buffer(state, self.data, self.max_length)
+        self.lengths = state["lengths"]
+        self.cursor = state["cursor"]
+        for name, values in state["episodes"].items():
+            self.data[name][:, : values.shape[1]] = values.to(self.device)
+
+
+class Learner:
+    """The networks, the optimiser and the update."""
+
+    def __init__(self, args, env, seats):
+        self.args, self.env = args, env
+        self.reward_scale = args.reward_scale or 5 / env.return_scale
+        self.updates = 0
+        self.agents = Agents(args, env)
+        self.mixer = (QTRANAlt if args.alt else QTRANBase)(args, env, seats)
+        self.target_agents = copy.deepcopy(self.agents).to(env.device)  # cuDNN wants contiguous weights
+        self.target_mixer = copy.deepcopy(self.mixer)
+        self.parameters = [*self.agents.parameters(), *self.mixer.parameters()]
+        self.target_parameters = [*self.target_agents.parameters(), *self.target_mixer.parameters()]
+        # fused, so that an update that is not finite can be skipped without waiting for the device
+        self.optimizer = torch.optim.Adam(
+            self.parameters, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda
+        )
+        self.metrics = runs.Metrics(env.device)
+        self.graphed_update = Graphed(self.update, env.device)
+
+    def networks(self):
+        agents = {"agents": self.agents, "target_agents": self.target_agents}
+        return agents | {"mixer": self.mixer, "target_mixer": self.target_mixer}
+
+    def learn(self, buffer, updates):
+        for batch in buffer.sample(updates, self.args.batch_size):
+            self.graphed_update(batch)
+            self.updates += 1
+
+    # ALGO LOGIC: the loss
+    def joint_value(self, values, action):
+        """(steps, matches, 1) from the mixer's output; of QTRAN-alt (steps, matches, seats), by each seat's network."""
+        return gather_q(values, action) if self.args.alt else values
+
+    def loss(self, batch):
+        """The loss of a batch of episodes, time first, and a dictionary of values to log."""
+        action, reward = batch["action"][:-1], batch["reward"][:-1]  # (steps, matches, seats)
+        avail, alive, seat = batch["avail"], batch["alive"], batch["seat"][0]
+        steps_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
+        obs = torch.where(steps_left[..., None, None] >= 0, batch["obs"], 0.0)  # behind an end there is old data
+        state = torch.where(steps_left[..., None] >= 0, batch["state"], 0.0)
+        last_action = torch.cat((torch.full_like(action[:1], -1), action))
+        h = self.agents.init_hidden(*seat.shape)
+        q, h_online = self.agents(obs, last_action, h, seat)  # (steps + 1, matches, seats, actions), (..., hidden)
+        greedy = greedy_action(q, avail)
+        weight = torch.ones_like(alive, dtype=q.dtype)
+        if not self.env.team_reward:  # who has left counts as 0, and its action is the first
+            weight, greedy, action = alive.to(q.dtype), greedy * alive, action * alive[:-1]
+            avail = torch.where(alive.unsqueeze(-1), avail, torch.arange(q.shape[-1], device=q.device) == 0)
+            q = q * alive.unsqueeze(-1)
+        with torch.no_grad():
+            _, target_h = self.target_agents(obs, last_action, h, seat)
+            next_values = self.target_mixer(target_h[1:], greedy[1:], weight[1:], state[1:])
+            next_value = self.joint_value(next_values, greedy[1:])
+            reward = reward[..., :1] if self.env.team_reward else reward.sum(-1, keepdim=True)
+            mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
+            terminated = batch["terminated"][:-1].unsqueeze(-1)
+            truncated = (steps_left[:-1] == 1).unsqueeze(-1)  # the last step, unless it is terminated
+            reward = torch.where(mask, self.reward_scale * reward, 0.0)
+            target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.td_lambda)
+
+        q, h, greedy, avail, weight, state = (x[:-1] for x in (q, h_online, greedy, avail, weight, state))
+        values = self.mixer(h, action, weight, state)
+        joint = self.joint_value(values, action)
+        with torch.no_grad():
+            joint_greedy = self.joint_value(self.mixer(h, greedy, weight, state), greedy)
+        state_value = self.mixer.state_value(h, weight, state)
+        q_taken = gather_q(q, action)  # (steps, matches, seats)
+        opt_error = gather_q(q, greedy).sum(-1, keepdim=True) - joint_greedy + state_value
+        if self.args.alt:  # the action of each seat that brings the sum lowest
+            others = q_taken.sum(-1, keepdim=True) - q_taken
+            nopt_errors = q + others.unsqueeze(-1) - values.detach() + state_value.unsqueeze(-1)
+            nopt_error = nopt_errors.masked_fill(~avail, 1e9).amin(-1)
+        else:
+            nopt_error = (q_taken.sum(-1, keepdim=True) - joint.detach() + state_value).clamp(max=0)
+        errors = {"td": joint - target, "opt": opt_error, "nopt": nopt_error}
+        losses = {name: torch.where(mask, x, 0.0).square().sum() / mask.sum() for name, x in errors.items()}
+        loss = losses["td"] + self.args.opt_loss * losses["opt"] + self.args.nopt_min_loss * losses["nopt"]
+        q_values = torch.where(mask, joint, 0.0).sum() / mask.sum()
+        return loss, {f"losses/{name}_loss": x for name, x in losses.items()} | {"losses/q_values": q_values}
+
+    def update(self, batch):
+        loss, logs = self.loss(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        logs["losses/grad_norm"] = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
+        finite = self.metrics.add(logs)
+        self.optimizer.found_inf = (~finite).float()  # the optimiser skips such a step
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
+
+
+def load_player(run, env, seats):
+    """The greedy policy of a run, playing `seats` (matches, seats) of matches like those of `env`."""
+    args = checkpoints.load_args(Args, run)
+    agents = Agents(args, env)
+    checkpoints.load_networks(run, env, {"target_agents": agents})
+    return Player(agents, seats)
+
+
+if __name__ == "__main__":
+    args = runs.parse_args(Args, __file__)
+    check_args(args)
+    device = runs.set_up_torch(args)
+    env = make_env(args, args.num_envs, device, "training")
+    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
+    team = make_team(args, env, "training")
+    eval_team = make_team(args, eval_env, "evaluation")
+    if args.tell_who:
+        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
+    runs.check_common_goal(args, env, team)
+    learner = Learner(args, env, team.learner_seats.shape[1])
+    runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats), FIELDS)
+    eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.target_agents, eval_team.learner_seats))
+    buffer = ReplayBuffer(args, runner.episodes, device)
+    state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
+
+    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+        while run.in_progress():
+            # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
+            progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)
+            epsilon = args.start_e + (args.end_e - args.start_e) * progress
+            returns, lengths, won, valid = runner.play(epsilon)
+            steps, episodes = int(lengths.sum()), int(valid.sum())  # read before the updates, to wait for less
+            buffer.add(runner.episodes, lengths, valid)
+            updates = (run.steps + steps) // args.train_frequency - run.steps // args.train_frequency
+            if updates and len(buffer) >= args.batch_size:
+                learner.learn(buffer, updates)
+
+            run.count(steps, episodes)
+            if run.log_due() and episodes:
+                run.log(learner.metrics.pop())
+                run.log_episodes(returns, lengths, won, valid, epsilon)
+            if run.evaluation_due():
+                run.log_evaluation(*eval_runner.evaluate(args.eval_episodes))
+            if run.save_due():
+                run.save()
+        run.finish(*eval_runner.evaluate(args.final_eval_episodes))
+    if args.capture_video:
+        video_env = make_env(args, 1, device, "video")
+        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")
