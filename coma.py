@@ -1,0 +1,538 @@
+"""COMA with recurrent agents: a policy for every seat, judged by what its action added to the team's value.
+
+Whole episodes of many matches are played with the policy, and learned from once. A critic that sees the state and
+everybody's actions learns lambda-returns; the advantage of an action is its value less the mean over the seat's other
+actions, with the others' actions as they were (Foerster et al. 2018, after PyMARL's COMA).
+A match is one of the games that are played side by side; a seat is an agent's place in it.
+
+    python coma.py --env-id 3m --cuda               docs/coma.md has the logged keys, the deviations and the results
+"""
+
+import copy
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+STARTED = time.time()  # before the slow imports
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem  # the name of this experiment
+    seed: int = 1  # the seed of all random numbers
+    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
+    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
+    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
+    wandb_project_name: str = "omg-marl"  # wandb's project
+    wandb_entity: str | None = None  # wandb's entity (team)
+    wandb_group: str | None = None  # wandb's group of runs
+    capture_video: bool = False  # whether to save a GIF of a match of the final policy
+    run_root: str = "runs"  # the folder in which run folders are made
+    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
+    checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
+    resume: str | None = None  # a run folder to continue; other arguments must be as they were
+    init: str | None = None  # a run folder whose networks this run starts from
+    time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
+
+    env_id: str = "3m"  # the environment: see envs.list_ids()
+    n_agents: int | None = None  # number of agents, where the environment leaves it open
+    team: str = "self"  # self (all seats learn), scripted (one learner among scripted others), or such as 7qmix1learner
+    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
+    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
+    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
+    encounter: int = 1  # matches in a row with the same others before new ones are drawn
+    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
+    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
+    num_envs: int | None = None  # matches of a round (default: 256 on the GPU, 32 on the CPU, 8 in sc2/; PyMARL: 8)
+    total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 4 on the CPU
+    eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
+    eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
+    final_eval_episodes: int = 512  # episodes of the last evaluation
+    log_interval: float = 1.0  # seconds between lines of the log
+
+    learning_rate: float = 5e-4  # Adam's learning rate for the policy
+    critic_learning_rate: float = 1e-3  # Adam's learning rate for the critic
+    gamma: float = 0.99  # discount factor
+    reward_scale: float | None = None  # factor of the rewards in targets (default: 5 / env.return_scale)
+    td_lambda: float = 0.8  # lambda of the returns; 0 is one-step learning
+    tau: float = 0.005  # how far the target critic moves with each of the critic's steps
+    start_e: float = 0.5  # epsilon, which is part of the policy, at the start
+    end_e: float = 0.01  # epsilon at the end
+    exploration_fraction: float = 0.1  # the fraction of the run over which epsilon falls
+    mask_before_softmax: bool = True  # whether epsilon is spread over available actions, or (PyMARL) over all
+    max_grad_norm: float = 10.0  # the norm to which gradients are clipped, those of policy and critic by themselves
+    hidden_dim: int = 64  # units of the recurrent layer
+    critic_dim: int = 128  # units of the critic's two hidden layers
+    recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
+    share_parameters: bool = True  # one network for all seats, or (--no-share-parameters) one for each
+
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    tyro.cli(Args)  # prints the help and exits, before the slow imports
+
+import torch  # noqa: E402
+import torch.nn as nn  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import envs  # noqa: E402
+from envs import checkpoints, play, runs  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, load_runner, round_up  # noqa: E402
+from envs.team import Team, TellWho  # noqa: E402
+
+MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
+FIELDS = (  # recorded for learning, besides reward and seat
+    "obs", "state", "avail", "alive", "action", "terminated", "all_action", "all_alive",
+)  # fmt: skip
+
+
+def check_args(args):
+    """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
+    runs.check_ranges(
+        args,
+        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit encounter "
+        "hidden_dim critic_dim learning_rate critic_learning_rate max_grad_norm reward_scale",
+        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
+        non_negative="seed checkpoint_interval log_interval",
+    )
+    runs.check_team_options(args)
+    runs.resolve_device(args)
+    sizes = {"num_envs": 32, "total_timesteps": 1_000_000 if args.team == "self" else 4_000_000}
+    if args.cuda:
+        sizes = {"num_envs": 256, "total_timesteps": 20_000_000}
+    if args.env_id.startswith("sc2/"):
+        sizes["num_envs"] = 8
+    runs.fill_in(args, sizes)
+    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
+
+
+def make_env(args, num_envs, device, purpose):
+    seed, encounters = runs.seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
+    try:
+        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
+    except ValueError as error:
+        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
+
+
+def make_team(args, env, purpose):
+    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
+    seed, encounter = runs.seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
+    learners = ("learner",)  # what --team calls the learner's seats
+    try:
+        return Team(env, args.team, learners, *others, seed, encounter=encounter)
+    except ValueError as error:
+        raise runs.UsageError(f"--team {args.team}: {error}") from None
+
+
+# ALGO LOGIC: networks
+class SeatLinear(nn.Module):
+    """A linear layer for every seat."""
+
+    def __init__(self, seats, inputs, outputs):
+        super().__init__()
+        bound = inputs**-0.5
+        self.weight = nn.Parameter(torch.empty(seats, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(seats, outputs).uniform_(-bound, bound))
+
+    def forward(self, x):  # (..., seats, inputs)
+        return torch.einsum("...ai,aio->...ao", x, self.weight) + self.bias
+
+
+class SeatGRU(nn.Module):
+    """A GRU for every seat."""
+
+    def __init__(self, seats, hidden_dim):
+        super().__init__()
+        self.fc_input = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
+        self.fc_hidden = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
+
+    def forward(self, x, h):  # (time, matches, seats, hidden), (matches, seats, hidden)
+        outputs = []
+        for gates in self.fc_input(x).unbind():
+            reset, update, new = gates.chunk(3, -1)
+            reset_h, update_h, new_h = self.fc_hidden(h).chunk(3, -1)
+            new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
+            h = torch.lerp(new, h, torch.sigmoid(update + update_h))
+            outputs.append(h)
+        return torch.stack(outputs)
+
+
+class RecurrentWeights(torch.autograd.Function):
+    """The identity on a GRU's gates; its backward pass computes the gradient of the recurrent weights."""
+
+    @staticmethod
+    def forward(ctx, gates, weight, bias, states):
+        ctx.save_for_backward(gates, weight, bias)
+        ctx.states = states
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, d_gates):
+        gates, weight, bias = ctx.saved_tensors
+        last_h = torch.cat(ctx.states)  # (time, rows, hidden)
+        n = last_h.shape[-1]
+        reset = torch.sigmoid(gates[..., :n] + F.linear(last_h, weight[:n], bias[:n]))
+        d_hidden = torch.cat((d_gates[..., : 2 * n], d_gates[..., 2 * n :] * reset), -1).flatten(0, 1)
+        return d_gates, d_hidden.T @ last_h.flatten(0, 1), d_hidden.sum(0), None
+
+
+def cudnn_unroll(gates, h, weight, bias):  # (time, rows, 3 * hidden), (rows, hidden)
+    """cuDNN's GRU, but with a gradient of its recurrent weights that does not take most of the backward pass."""
+    states = [h.detach().unsqueeze(0)]
+    gates = RecurrentWeights.apply(gates, weight, bias, states)
+    identity = torch.eye(len(bias), device=h.device)  # as input weights, since the gates are given
+    weights = [identity, weight.detach(), torch.zeros_like(bias), bias.detach()]
+    flat = torch.cat([w.flatten() for w in weights])  # cuDNN wants contiguous weights
+    weights = [part.view_as(w) for part, w in zip(flat.split([w.numel() for w in weights]), weights)]
+    y, _ = torch.gru(gates, h.unsqueeze(0), weights, True, 1, 0.0, True, False, False)
+    states.append(y[:-1].detach())
+    return y
+
+
+class SharedGRU(nn.GRU):
+    """One GRU for all seats."""
+
+    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
+        rows = x.flatten(1, 2)
+        h = h.flatten(0, 1)
+        if len(x) == 1:
+            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
+        elif x.is_cuda and torch.is_grad_enabled():
+            gates = F.linear(rows, self.weight_ih_l0, self.bias_ih_l0)
+            y = cudnn_unroll(gates, h, self.weight_hh_l0, self.bias_hh_l0)
+        else:
+            y, _ = super().forward(rows, h.unsqueeze(0))
+        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
+
+
+class Agents(nn.Module):
+    """The policy network: Linear, GRU, Linear on observation, own last action and seat."""
+
+    def __init__(self, args, env):
+        super().__init__()
+        inputs = env.obs_dim + env.n_actions + env.n_agents
+        self.hidden_dim = args.hidden_dim
+        self.recurrence = args.recurrence
+        if args.share_parameters:
+            self.fc1 = nn.Linear(inputs, args.hidden_dim)
+            self.rnn = SharedGRU(args.hidden_dim, args.hidden_dim)
+            self.fc2 = nn.Linear(args.hidden_dim, env.n_actions)
+        else:
+            self.fc1 = SeatLinear(env.n_agents, inputs, args.hidden_dim)
+            self.rnn = SeatGRU(env.n_agents, args.hidden_dim)
+            self.fc2 = SeatLinear(env.n_agents, args.hidden_dim, env.n_actions)
+        self.register_buffer("seat_one_hot", torch.eye(env.n_agents), persistent=False)
+        self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
+        self.to(env.device)
+
+    def init_hidden(self, matches, seats):
+        return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
+
+    def forward(self, obs, last_action, h, seat):
+        """obs (time, matches, seats, obs_dim), last_action (time, matches, seats) with -1 for none,
+        h (matches, seats, hidden), seat (matches, seats) -> logits and hidden states of all times
+        """
+        last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
+        seat = self.seat_one_hot[seat].expand(*obs.shape[:2], -1, -1)
+        x = F.relu(self.fc1(torch.cat((obs, last_action, seat), -1)))
+        if self.recurrence:
+            h = self.rnn(x, h)  # (time, matches, seats, hidden)
+        else:
+            h = self.rnn(x.flatten(0, 1).unsqueeze(0), self.init_hidden(*x.flatten(0, 1).shape[:2])).view_as(x)
+        return self.fc2(h), h  # (time, matches, seats, actions)
+
+
+class Critic(nn.Module):
+    """The team's value for every action of a seat, given the state, the seat's view and what the others do.
+
+    It is an MLP on the state, the seat's observation, the actions of the others, all last actions and the seat. Its
+    first layer is computed in parts, so that what all seats have in common is computed once.
+    """
+
+    def __init__(self, args, env):
+        super().__init__()
+        actions = env.n_agents * env.n_actions
+        self.sizes = (env.state_dim, env.obs_dim, actions, actions, env.n_agents)
+        self.fc1 = nn.Linear(sum(self.sizes), args.critic_dim)
+        self.fc2 = nn.Linear(args.critic_dim, args.critic_dim)
+        self.fc3 = nn.Linear(args.critic_dim, env.n_actions)
+        self.register_buffer("seat_one_hot", torch.eye(env.n_agents), persistent=False)
+        self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
+        self.to(env.device)
+
+    def forward(self, state, obs, action, last_action, seat):
+        """state (time, matches, state_dim), obs (time, matches, seats, obs_dim), everybody's action and last_action
+        (time, matches, n_agents) with -1 for none, seat (matches, seats) -> (time, matches, seats, actions)
+        """
+        w_state, w_obs, w_action, w_last_action, w_seat = self.fc1.weight.split(self.sizes, 1)
+        seat = self.seat_one_hot[seat]  # (matches, seats, n_agents)
+        one_hot, last_one_hot = ((x.unsqueeze(-1) == self.actions).to(obs.dtype) for x in (action, last_action))
+        shared = F.linear(state, w_state) + F.linear(last_one_hot.flatten(2), w_last_action)
+        w_action = w_action.unflatten(1, (len(self.seat_one_hot), -1))  # (critic_dim, n_agents, actions)
+        of_agents = torch.einsum("tmna,dna->tmnd", one_hot, w_action)
+        of_others = (1 - seat) @ of_agents  # (time, matches, seats, critic_dim)
+        x = F.linear(obs, w_obs, self.fc1.bias) + F.linear(seat, w_seat) + of_others + shared.unsqueeze(2)
+        return self.fc3(F.relu(self.fc2(F.relu(x))))
+
+
+def greedy_action(q, avail):
+    return q.masked_fill(~avail, -1e9).argmax(-1)
+
+
+def log_policy(logits, avail, epsilon, mask_before_softmax):
+    """(..., actions) log-probabilities of a softmax that is mixed with a uniform distribution by epsilon."""
+    actions = torch.full_like(avail[..., :1], avail.shape[-1], dtype=logits.dtype)
+    if mask_before_softmax:
+        logits, actions = logits.masked_fill(~avail, -1e9), avail.sum(-1, keepdim=True).clamp(min=1)
+    log_probs = torch.logaddexp(F.log_softmax(logits, -1) + torch.log1p(-epsilon), torch.log(epsilon / actions))
+    return F.log_softmax(log_probs.masked_fill(~avail, -1e9), -1)
+
+
+def draw(log_probs):
+    """Actions (...) with these log-probabilities (..., actions)."""
+    noise = torch.rand_like(log_probs).clamp(min=1e-20)  # a 0 would rule out the only available action
+    return (log_probs - torch.log(-torch.log(noise))).argmax(-1)
+
+
+def masked_mean(x, mask):
+    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def gather_q(q, action):
+    """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
+    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
+
+
+def lambda_returns(reward, next_value, terminated, truncated, gamma, td_lambda):
+    """(time, ...) targets: r + gamma * ((1 - lambda) * next_value + lambda * the next target).
+
+    Where `terminated` nothing follows; where `truncated` the next value stands for all that follows.
+    """
+    bootstraps = ~terminated
+    continues = bootstraps & ~truncated
+    target = reward + gamma * torch.where(continues, (1 - td_lambda) * next_value, next_value * bootstraps)
+    weight = gamma * td_lambda * continues.to(reward.dtype)
+    span = 1
+    while span < len(target):  # target[t] = target[t] + weight[t] * target[t + 1], for all t in a few doublings
+        target[:-span].add_(weight[: len(target) - span] * target[span:])
+        weight = weight[:-span] * weight[span:]
+        span *= 2
+    return target
+
+
+class Player:
+    """Plays the learner's seats (matches, seats): takes the most probable action or, with a policy, draws from it."""
+
+    def __init__(self, agents, seats, policy=None):
+        self.agents = agents
+        self.policy = policy
+        self.h = agents.init_hidden(*seats.shape)
+
+    def reset(self, mask):
+        self.h.masked_fill_(mask.view(-1, 1, 1), 0.0)
+
+    def act(self, inputs, epsilon):
+        logits, h = self.agents(inputs.obs.unsqueeze(0), inputs.last_action.unsqueeze(0), self.h, inputs.seat)
+        self.h.copy_(h[0])
+        if self.policy is None:
+            return greedy_action(logits[0], inputs.avail)
+        return draw(self.policy(logits[0], inputs.avail, epsilon))
+
+
+class Learner:
+    """The networks, the optimiser and the updates."""
+
+    def __init__(self, args, env, seats):
+        self.args, self.env = args, env
+        self.reward_scale = args.reward_scale or 5 / env.return_scale
+        self.updates = 0
+        self.agents = Agents(args, env)
+        self.critic = Critic(args, env)
+        self.target_critic = copy.deepcopy(self.critic)
+        self.parameters = [*self.agents.parameters(), *self.critic.parameters()]
+        groups = [{"params": [*self.agents.parameters()]}]
+        groups.append({"params": [*self.critic.parameters()], "lr": args.critic_learning_rate})
+        # fused, so that an update that is not finite can be skipped without waiting for the device
+        self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
+        rows, matches = round_up(env.episode_limit, CHUNK) + 1, args.num_envs
+        self.epsilon = torch.zeros((), device=env.device)  # that of the round
+        self.lengths = torch.zeros(matches, dtype=torch.long, device=env.device)
+        self.target = torch.zeros((rows, matches, seats), device=env.device)
+        self.q = torch.zeros((rows, matches, seats, env.n_actions), device=env.device)
+        # everybody's actions: those of row t are joint_action[t + 1], before the first there are none
+        self.joint_action = torch.full((rows + 1, matches, env.n_agents), -1, device=env.device)
+        self.row = {}
+        self.critic_sums = torch.zeros(4, device=env.device)  # 1, loss, value and gradient norm, over a round
+        self.length_unit = round_up(-(-env.episode_limit // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
+        self.metrics = runs.Metrics(env.device)
+        self.graphed_estimate = Graphed(self.estimate, env.device)
+        self.graphed_critic_step = Graphed(self.critic_step, env.device)
+        self.graphed_update = Graphed(self.update, env.device)
+
+    def networks(self):
+        return {"agents": self.agents, "critic": self.critic, "target_critic": self.target_critic}
+
+    def policy(self, logits, avail, epsilon):
+        return log_policy(logits, avail, epsilon, self.args.mask_before_softmax)
+
+    # ALGO LOGIC: the critic learns backwards in time, one step at a time, then the policy from all steps at once
+    def learn(self, episodes, lengths, valid, epsilon):
+        """Learns from a round of episodes, time first, that were played with that epsilon."""
+        self.epsilon.fill_(epsilon)
+        self.lengths.copy_(torch.where(valid, lengths, -1))  # of a match that is not valid nothing is learned
+        longest = int(self.lengths.max())
+        rows = min(round_up(longest, self.length_unit) + 1, len(episodes["reward"]))
+        batch = {name: values[:rows] for name, values in episodes.items()} | {"lengths": self.lengths}
+        self.graphed_estimate(batch)
+        self.critic_sums.zero_()
+        for t in reversed(range(longest)):
+            self.graphed_critic_step(self.select_row(batch, t))
+            self.q[t] = self.row["q"][0]
+        self.graphed_update(batch)
+        self.updates += 1
+
+    def select_row(self, batch, t):
+        """What the critic learns from at time t; always in the same memory, so that its step can be replayed."""
+        values = {name: batch[name][t : t + 1] for name in ("state", "obs", "alive")}
+        values |= {"target": self.target[t : t + 1], "q": self.q[t : t + 1], "mask": (self.lengths > t).view(1, -1, 1)}
+        values |= {"joint_action": self.joint_action[t + 1 : t + 2], "last_joint_action": self.joint_action[t : t + 1]}
+        for name, value in values.items():
+            if name not in self.row:
+                self.row[name] = torch.empty_like(value)
+            self.row[name].copy_(value)
+        return self.row | {"seat": batch["seat"]}
+
+    def log_probs(self, batch, steps_left):
+        """(rows, matches, seats, actions) of the policy that has played."""
+        obs = torch.where(steps_left[..., None, None] >= 0, batch["obs"], 0.0)  # behind an end there is old data
+        last_action = torch.cat((torch.full_like(batch["action"][:1], -1), batch["action"][:-1]))
+        seat = batch["seat"][0]
+        logits, _ = self.agents(obs, last_action, self.agents.init_hidden(*seat.shape), seat)
+        return self.policy(logits, batch["avail"], self.epsilon)
+
+    @torch.no_grad()
+    def estimate(self, batch):
+        """Fills `joint_action` and `target` for a batch of episodes, time first."""
+        rows, seat = len(batch["obs"]), batch["seat"]
+        steps_left = batch["lengths"] - torch.arange(rows, device=seat.device).unsqueeze(1)  # (rows, matches)
+        # where an episode ends nobody acts any more: there actions are drawn, and others repeat their last ones
+        drawn = draw(self.log_probs(batch, steps_left))
+        action = batch["all_action"]
+        final_action = torch.cat((action[:1], action[:-1])).scatter(2, seat.expand_as(drawn), drawn)
+        action = torch.where((steps_left == 0).unsqueeze(-1), final_action, action)
+        action = torch.where(batch["all_alive"], action, 0)
+        self.joint_action[1 : rows + 1] = action
+
+        inside = (steps_left >= 0).unsqueeze(-1)
+        state, obs = torch.where(inside, batch["state"], 0.0), self.visible(batch["obs"], batch["alive"] & inside)
+        q = self.target_critic(state, obs, action, self.joint_action[:rows], seat[0])
+        next_value = gather_q(q, action.gather(2, seat.expand_as(drawn)))[1:]  # (steps, matches, seats)
+        reward = batch["reward"][:-1]
+        reward = reward[..., :1] if self.env.team_reward else reward.sum(-1, keepdim=True)
+        mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
+        terminated = batch["terminated"][:-1].unsqueeze(-1)
+        truncated = (steps_left[:-1] == 1).unsqueeze(-1)  # the last step, unless it is terminated
+        reward = torch.where(mask, self.reward_scale * reward, 0.0)
+        target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.td_lambda)
+        self.target[: rows - 1] = target
+
+    @staticmethod
+    def visible(obs, alive):
+        return torch.where(alive.unsqueeze(-1), obs, 0.0)  # of who is dead or has left, the critic sees nothing
+
+    # ALGO LOGIC: the losses
+    def critic_loss(self, row):
+        """The loss of one time step of all matches, the values (1, matches, seats, actions), those of actions taken."""
+        mask, joint_action, seat = row["mask"], row["joint_action"], row["seat"]
+        state, obs = torch.where(mask, row["state"], 0.0), self.visible(row["obs"], row["alive"] & mask)
+        q = self.critic(state, obs, joint_action, row["last_joint_action"], seat[0])
+        q_taken = gather_q(q, joint_action.gather(2, seat))
+        return masked_mean((q_taken - row["target"]).square(), mask.expand_as(q_taken)), q, q_taken
+
+    def critic_step(self, row):
+        loss, q, q_taken = self.critic_loss(row)
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.critic.parameters(), self.args.max_grad_norm)
+        row["q"].copy_(q.detach())
+        value = masked_mean(q_taken.detach(), row["mask"].expand_as(q_taken))
+        sums = torch.stack((torch.ones_like(norm), loss.detach(), value, norm))
+        self.critic_sums += sums
+        self.optimizer.found_inf = (~sums.isfinite().all()).float()  # the optimiser skips such a step
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_([*self.target_critic.parameters()], [*self.critic.parameters()], self.args.tau)
+
+    def loss(self, batch):
+        """The policy's loss on a batch of episodes, time first, and a dictionary of values to log."""
+        rows = len(batch["obs"])
+        steps_left = batch["lengths"] - torch.arange(rows, device=self.lengths.device).unsqueeze(1)  # (rows, matches)
+        mask = (steps_left > 0).unsqueeze(-1) & batch["alive"]
+        log_probs, q = self.log_probs(batch, steps_left), self.q[:rows]
+        advantage = gather_q(q, batch["action"]) - (log_probs.detach().exp() * q).sum(-1)
+        policy_loss = -masked_mean(advantage * gather_q(log_probs, batch["action"]), mask)
+        entropy = masked_mean(-(log_probs.detach().exp() * log_probs.detach()).sum(-1), mask)
+        logs = {"losses/policy_loss": policy_loss, "losses/entropy": entropy}
+        return policy_loss, logs | {"losses/advantage": masked_mean(advantage.abs(), mask)}
+
+    def update(self, batch):
+        loss, logs = self.loss(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        logs["losses/grad_norm_agents"] = nn.utils.clip_grad_norm_(self.agents.parameters(), self.args.max_grad_norm)
+        means = self.critic_sums[1:] / self.critic_sums[0]
+        logs |= zip(("losses/td_loss", "losses/q_values", "losses/grad_norm_critic"), means)
+        finite = self.metrics.add(logs)
+        self.optimizer.found_inf = (~finite).float()  # the optimiser skips such a step
+        self.optimizer.step()
+
+
+def load_player(run, env, seats):
+    """The greedy policy of a run, playing `seats` (matches, seats) of matches like those of `env`."""
+    args = checkpoints.load_args(Args, run)
+    agents = Agents(args, env)
+    checkpoints.load_networks(run, env, {"agents": agents})
+    return Player(agents, seats)
+
+
+if __name__ == "__main__":
+    args = runs.parse_args(Args, __file__)
+    check_args(args)
+    device = runs.set_up_torch(args)
+    env = make_env(args, args.num_envs, device, "training")
+    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
+    team = make_team(args, env, "training")
+    eval_team = make_team(args, eval_env, "evaluation")
+    if args.tell_who:
+        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
+    runs.check_common_goal(args, env, team)
+    learner = Learner(args, env, team.learner_seats.shape[1])
+    runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats, learner.policy), FIELDS)
+    eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.agents, eval_team.learner_seats))
+    state = {"runner": runner, "eval_runner": eval_runner}
+
+    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+        while run.in_progress():
+            # ALGO LOGIC: play a round of episodes, learn from them
+            progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)
+            epsilon = args.start_e + (args.end_e - args.start_e) * progress
+            returns, lengths, won, valid = runner.play(epsilon)
+            steps, episodes = int(lengths.sum()), int(valid.sum())
+            if episodes:
+                learner.learn(runner.episodes, lengths, valid, epsilon)
+
+            run.count(steps, episodes)
+            if run.log_due() and episodes:
+                run.log(learner.metrics.pop())
+                run.log_episodes(returns, lengths, won, valid, epsilon)
+            if run.evaluation_due():
+                run.log_evaluation(*eval_runner.evaluate(args.eval_episodes))
+            if run.save_due():
+                run.save()
+        run.finish(*eval_runner.evaluate(args.final_eval_episodes))
+    if args.capture_video:
+        video_env = make_env(args, 1, device, "video")
+        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")
