@@ -240,8 +240,8 @@ TINY = {
     "pretrain_timesteps": 100, "pretrain_updates": 3, "latent_dim": 4, "episodes": 3, "seeds": 1, "num_steps": 16,
     "update_epochs": 2, "num_minibatches": 2, "population_size": 2,
 }  # fmt: skip
-SCRIPTS = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql", "ippo",
-           "mappo", "brdiv", "pretrain_cvae", "evaluate", "play", "sweep")  # fmt: skip
+SCRIPTS = ("iql", "vdn", "qmix", "qtran", "coma", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql",
+           "ippo", "mappo", "brdiv", "pretrain_cvae", "evaluate", "play", "sweep")  # fmt: skip
 TINY_IDS = ("3m", "stag_hunt_4x4", "Foraging-5x5-2p-1f-v3", "simple_tag", "popp", "kuhn", "matrix_ipd", "coin_game")
 WORDS = (
     "", "x", "-", "--", "a b", "3m", "8m", "../x", "..", "/dev/null", "/proc/nothing", "*", "[", "x" * 300, "\u2603",

@@ -7,7 +7,7 @@ python benchmarks/train_throughput.py --scripts qmix --ids 8m --cuda
 Every row runs a script for some seconds and leaves out the start, which compiles and captures. Actions stay random, so
 that the length of matches does not depend on what was learned. Nothing is evaluated. The replay ratio is how many
 samples are learned from for each step that is played: of ippo and mappo the passes over a rollout, whose batches are
-some steps of as many matches.
+some steps of as many matches; coma learns once from every round, whatever ratio and batch are given.
 """
 
 import re
@@ -26,7 +26,10 @@ from envs import checkpoints
 ROOT = Path(__file__).parent.parent
 NEVER = "1000000000000"  # steps that no row gets to
 
-SCRIPTS = ("iql", "vdn", "qmix", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql", "ippo", "mappo")
+SCRIPTS = (
+    "iql", "vdn", "qmix", "qtran", "coma", "naive_om_iql", "liam_iql", "mix_iql", "belief_iql", "omg_iql", "ippo",
+    "mappo",
+)  # fmt: skip
 
 
 @dataclass
@@ -51,6 +54,8 @@ def settings(script, env_id, args):
         batch = min(args.batch_size or matches // defaults.num_minibatches, matches)
         ratio = defaults.update_epochs if args.replay_ratio is None else max(round(args.replay_ratio), 1)
         return matches, batch * defaults.num_steps // ratio, batch, ratio
+    if not has_buffer(script):
+        return matches, round(matches * random_length(env_id)), matches, 1
     every = defaults.train_frequency
     batch = args.batch_size or defaults.batch_size
     samples = batch * random_length(env_id)  # of an update
@@ -62,6 +67,10 @@ def settings(script, env_id, args):
 def has_rollouts(script):
     """Whether it learns from the steps it has just played, not from a replay buffer."""
     return "update_epochs" in checkpoints.load_script(script).Args.__dataclass_fields__
+
+
+def has_buffer(script):
+    return "buffer_size" in checkpoints.load_script(script).Args.__dataclass_fields__
 
 
 def random_length(env_id):
@@ -84,6 +93,7 @@ def throughput(script, env_id, matches, every, batch, ratio, args):
         command += ["--checkpoint-interval", NEVER, *["--cuda"] * args.cuda]
         if has_rollouts(script):
             command += ["--num-minibatches", str(matches // batch), "--update-epochs", str(ratio)]
+        if not has_buffer(script):
             command += ["--learning-rate", "1e-30"]  # its policy stays random
         else:
             command += ["--train-frequency", str(every), "--batch-size", str(batch), "--no-save-buffer"]

@@ -13,6 +13,7 @@ from tensorboard.summary.writer import event_file_writer
 
 import belief_iql
 import brdiv
+import coma
 import ippo
 import iql
 import liam_iql
@@ -21,6 +22,7 @@ import mix_iql
 import naive_om_iql
 import omg_iql
 import qmix
+import qtran
 import vdn
 from envs import checkpoints, runs
 
@@ -29,7 +31,7 @@ from envs import checkpoints, runs
 event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 ROOT = Path(__file__).parent.parent
-TEAM_SCRIPTS = {"iql": iql, "vdn": vdn, "qmix": qmix}  # all seats learn by default
+TEAM_SCRIPTS = {"iql": iql, "vdn": vdn, "qmix": qmix, "qtran": qtran}  # all seats learn by default
 MODEL_SCRIPTS = {  # one learner among others
     "naive_om_iql": naive_om_iql, "liam_iql": liam_iql, "omg_iql": omg_iql, "mix_iql": mix_iql,
     "belief_iql": belief_iql,
@@ -37,13 +39,13 @@ MODEL_SCRIPTS = {  # one learner among others
 SCRIPTS = {**TEAM_SCRIPTS, **MODEL_SCRIPTS}
 POLICY_SCRIPTS = {"ippo": ippo, "mappo": mappo}  # policy gradients, without a replay buffer
 POPULATION_SCRIPTS = {"brdiv": brdiv}  # several policies learn at a time, in pairs
-ALL_SCRIPTS = {**SCRIPTS, **POLICY_SCRIPTS, **POPULATION_SCRIPTS}
+ALL_SCRIPTS = {**SCRIPTS, **POLICY_SCRIPTS, **POPULATION_SCRIPTS, "coma": coma}
 QUICK = {
     "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 600,
     "eval_interval": 300, "eval_episodes": 4, "final_eval_episodes": 6, "hidden_dim": 16, "log_interval": 0,
 }  # fmt: skip
-QUICK_POLICY = {key: QUICK[key] for key in QUICK if key not in ("batch_size", "buffer_size", "train_frequency")}
-QUICK_POLICY |= {"num_steps": 24, "update_epochs": 2, "num_minibatches": 2}
+QUICK_EPISODES = {key: QUICK[key] for key in QUICK if key not in ("batch_size", "buffer_size", "train_frequency")}
+QUICK_POLICY = QUICK_EPISODES | {"num_steps": 24, "update_epochs": 2, "num_minibatches": 2}
 NOT_TRAINED = {  # what a checkpoint has besides networks and arguments
     "optimizer": {}, "updates": 0, "resume": None,
     "progress": {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": True, "next_eval": 1},
@@ -58,6 +60,8 @@ def quick_options(name):
         return QUICK_PRETRAINING
     if name in POPULATION_SCRIPTS:
         return QUICK_POPULATION
+    if name == "coma":
+        return QUICK_EPISODES
     return QUICK_POLICY if name in POLICY_SCRIPTS else QUICK | (QUICK_MODEL if name == "omg_iql" else {})
 
 
@@ -110,7 +114,7 @@ def read_log(folder):
 
 
 def make_learner(name, env, args):
-    with_seats = name == "qmix" or name in POLICY_SCRIPTS
+    with_seats = name in ("qmix", "qtran", "coma", *POLICY_SCRIPTS)
     return ALL_SCRIPTS[name].Learner(args, env, *[env.n_agents] * with_seats)
 
 
@@ -132,20 +136,20 @@ def write_run(folder, name, env, seed=0, scale=3, **options):
 
 
 class TinyGame:
-    """Two players with two actions each go from stage to stage; at every stage a table has what both earn.
+    """Two players go from stage to stage; at every stage a table has what both earn for their actions.
 
     It has what the scripts use of an environment (docs/environments.md), in plain torch.
     """
 
-    name, n_agents, n_actions, policies, team_reward, simulated = "tiny", 2, 2, (), True, True
+    name, n_agents, policies, team_reward, simulated = "tiny", 2, (), True, True
     encounters, leaving_ends, zero_sum, sides, default_others, return_scale = 1, False, False, None, (), 5.0
     device = torch.device("cpu")
 
     def __init__(self, payoff, following, num_envs):
-        """(stages, 2, 2) numbers and next stages, -1 for the end"""
+        """(stages, actions, actions) numbers and next stages, -1 for the end"""
         self.payoff, self.following = torch.tensor(payoff, dtype=torch.float32), torch.tensor(following)
         self.num_envs, self.obs_dim, self.state_dim, self.episode_limit = num_envs, len(payoff), len(payoff), 2
-        self.agent_state_dim = self.obs_dim
+        self.agent_state_dim, self.n_actions = self.obs_dim, len(payoff[0])
         self.stage, self.actions = torch.zeros(num_envs, dtype=torch.long), torch.zeros(num_envs, 2, dtype=torch.long)
         self.obs, self.reward = torch.zeros(num_envs, 2, self.obs_dim), torch.zeros(num_envs, 2)
         yes = torch.zeros(num_envs, dtype=torch.bool)
@@ -153,7 +157,7 @@ class TinyGame:
         self.info = {
             "state": torch.zeros(num_envs, self.state_dim),
             "agent_state": self.obs,
-            "avail": torch.ones(num_envs, 2, 2, dtype=torch.bool),
+            "avail": torch.ones(num_envs, 2, self.n_actions, dtype=torch.bool),
             "alive": torch.ones(num_envs, 2, dtype=torch.bool),
             "won": yes.clone(),
             "invalid": yes.clone(),
@@ -187,6 +191,14 @@ def two_step_game(num_envs):
 
 def matrix_game(num_envs):
     return TinyGame([[[0, 3], [2, 6]]], [[[-1, -1], [-1, -1]]], num_envs)
+
+
+def non_monotonic_game(num_envs):
+    """Like that of the QTRAN paper: who does its part of the best joint action alone earns least of all.
+
+    The penalty is so large that the best monotonic fit of all nine entries avoids it; that of the paper's -12 does not.
+    """
+    return TinyGame([[[8, -16, -16], [-16, 0, 0], [-16, 0, 0]]], [[[-1] * 3] * 3], num_envs)
 
 
 def scramble(learner, scale):

@@ -63,6 +63,12 @@ def test_settings_are_by_default_those_of_the_script(name, monkeypatch):
     assert ratio == batch * 25 / every
 
 
+def test_settings_of_rounds(monkeypatch):
+    """coma.py learns from every round once."""
+    monkeypatch.setattr(train_throughput, "random_length", lambda env_id: 25.5)
+    assert train_throughput.settings("coma", "8m", train_throughput.Args(num_envs=64)) == (64, 1632, 64, 1)
+
+
 @pytest.mark.parametrize("name", POLICY_SCRIPTS)
 def test_settings_of_rollouts(name):
     """A batch is some steps of as many matches; the replay ratio is the number of passes."""

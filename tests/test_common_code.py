@@ -14,6 +14,11 @@ OF_MODEL_SCRIPTS = {
     "OpponentModel.__init__", "OpponentModel.forward", "OpponentModel.unroll", "Player.__init__", "Player.reset",
     "Player.act", "Learner.__init__", "Learner.networks", "Learner.model_loss", "Learner.update", "Agents.forward",
 }  # fmt: skip
+OF_COMA = {  # that it has neither in common with those that learn values nor with other policy gradients
+    "FIELDS", "check_args", "load_player", "Args.num_envs", "Args.learning_rate", "Args.start_e", "Args.end_e",
+    "Args.tau", "Args.td_lambda", "Agents.forward", "Critic.__init__", "Player.__init__", "Player.act",
+    "Learner.__init__", "Learner.networks", "Learner.learn", "Learner.estimate", "Learner.loss", "Learner.update",
+}  # fmt: skip
 OF_ALL_SCRIPTS = OF_TEAM_SCRIPTS | OF_MODEL_SCRIPTS | {"load_player"}
 OF_POLICY_SCRIPTS = {  # that they do not have in common with those that learn values
     "FIELDS", "check_args", "load_player", "Args.num_envs", "Args.learning_rate", "Args.gamma",
@@ -26,13 +31,14 @@ OF_POPULATION_SCRIPTS = {  # that they do not have in common with iql.py
     "Player.__init__", "Player.act", "Learner.loss",
 }  # fmt: skip
 LINES = {
-    "iql": 480, "vdn": 490, "qmix": 530, "naive_om_iql": 600, "liam_iql": 600, "mix_iql": 620, "belief_iql": 620,
-    "ippo": 470, "mappo": 470, "brdiv": 560, "omg_iql": 850, "pretrain_cvae": 200, "evaluate": 420,
+    "iql": 480, "vdn": 490, "qmix": 530, "qtran": 580, "naive_om_iql": 600, "liam_iql": 600, "mix_iql": 620,
+    "belief_iql": 620, "ippo": 470, "mappo": 470, "coma": 540, "brdiv": 560, "omg_iql": 850,
+    "pretrain_cvae": 200, "evaluate": 420,
 }  # fmt: skip
 CHANGED_LINES = {
-    ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("iql", "naive_om_iql"): 250, ("naive_om_iql", "liam_iql"): 100,
-    ("naive_om_iql", "omg_iql"): 400, ("liam_iql", "mix_iql"): 125, ("naive_om_iql", "belief_iql"): 110,
-    ("ippo", "mappo"): 20, ("iql", "brdiv"): 270,
+    ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("qmix", "qtran"): 140, ("iql", "naive_om_iql"): 250,
+    ("naive_om_iql", "liam_iql"): 100, ("naive_om_iql", "omg_iql"): 400, ("liam_iql", "mix_iql"): 125,
+    ("naive_om_iql", "belief_iql"): 110, ("ippo", "mappo"): 20, ("iql", "brdiv"): 270,
 }  # fmt: skip
 
 
@@ -110,6 +116,14 @@ def test_populations_share_the_code_of_independent_learners(name):
         "Learner.update",
     } <= shared
     assert {key for key in shared if one[key] != other[key]} == OF_POPULATION_SCRIPTS
+
+
+def test_coma_shares_the_code_of_the_others():
+    own, others = definitions("coma"), [definitions(name) for name in (*TEAM_SCRIPTS, *POLICY_SCRIPTS)]
+    shared = {key for key in own if any(key in other for other in others)}
+    equal = {key for key in shared if any(other.get(key) == own[key] for other in others)}
+    assert {"make_env", "make_team", "Agents.__init__", "SharedGRU.forward", "lambda_returns", "gather_q"} <= equal
+    assert shared - equal == OF_COMA
 
 
 def test_options_of_the_pretraining_are_those_of_omg():

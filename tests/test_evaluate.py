@@ -408,7 +408,10 @@ def test_the_real_game(tmp_path, real_game):
     env.close()
     args = arguments(tmp_path, [ego], others, episodes=3, num_envs=2)
     rows = rows_of(args)
-    assert [row["episodes"] for row in rows] == [3, 3, 6, 6] and all(row["length"] > 0 for row in rows)
+    played = 3 * len(others)
+    assert [row["episodes"] for row in rows] == [*[3] * len(others), played, played] and all(
+        row["length"] > 0 for row in rows
+    )
 
 
 # ---- what is rejected ----
