@@ -360,7 +360,7 @@ def test_patterns_name_many(runs, tmp_path):
     folder = Path(runs["iql"]).parent
     rows = rows_of(arguments(tmp_path, [f"{folder}/*"], [f"{folder}/[vq]*"], episodes=3, groups=("homologue",)))
     assert {row["ego"] for row in rows} == {*runs.values()}
-    assert {row["other"] for row in rows} == {runs["vdn"], runs["qmix"], "all"}
+    assert {row["other"] for row in rows} == {runs["vdn"], runs["qmix"], runs["qtran"], "all"}
 
 
 def test_of_many_rows_the_table_has_the_sums():
