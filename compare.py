@@ -56,7 +56,7 @@ class Plan:
 
 
 def stages_of(args):
-    return list(strangers.STAGES) if args.stage == "all" else [args.stage]
+    return list(strangers.STAGES) if "all" in args.stage else list(dict.fromkeys(args.stage))
 
 
 def methods_of(stage):

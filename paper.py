@@ -60,7 +60,7 @@ COLUMNS = (
 @dataclass
 class Args:
     map: str = "8m"  # the environment
-    stage: Literal[(*STAGES, "all")] | None = None  # a stage of strangers.py, to compare methods on instead
+    stage: tuple[Literal[(*STAGES, "all")], ...] = ()  # stages of strangers.py, to compare methods on instead
     cuda: bool = False  # whether to use the GPU
     quick: bool = False  # a small version that tries everything out: 2 runs in the pool, 3 strangers, 1 seed
     pool_runs: int | None = None  # QMIX runs to learn with (default: 10)
@@ -81,7 +81,7 @@ def fill_in(args):
     name = args.map.replace("/", "-")
     if args.stage:  # whose steps are the stage's own
         small, large = {"test_runs": 1, "seeds": 1, "episodes": 8}, {"test_runs": 3, "seeds": 5, "episodes": 256}
-        out = {"out": f"runs/{'quick_' * args.quick}stage_{args.stage}"}
+        out = {"out": f"runs/{'quick_' * args.quick}stage_{'_'.join(args.stage)}"}
         defaults = (small if args.quick else large) | out
     elif args.quick:
         defaults = {"pool_runs": 2, "test_runs": 1, "seeds": 1, "episodes": 8, "out": f"runs/quick_{name}"}

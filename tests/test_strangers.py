@@ -81,7 +81,7 @@ def test_a_set_is_made_and_used(tmp_path, monkeypatch, capsys):
 
 # ---- the comparison of methods on stages ----
 def test_a_comparison_is_fair():
-    args = paper.Args(stage="all")
+    args = paper.Args(stage=("all",))
     paper.fill_in(args)
     plans = [compare.make_plan(args, name) for name in compare.stages_of(args)]
     names = [job.name for plan in plans for job in plan.jobs]
