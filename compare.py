@@ -19,7 +19,7 @@ import strangers
 from envs import checkpoints, files
 from envs.cluster import ROOT
 from envs.episodes import load_runner
-from envs.results import crossed_interval, curves, interval, markdown, normalise
+from envs.results import COLOURS, crossed_interval, curves, interval, markdown, normalise
 from sweep import Evaluation, Job, read_results
 
 BASE, ORACLE, OURS = "IQL", "oracle", "belief"
@@ -36,7 +36,6 @@ MEMORY_KEPT = ", memory kept"
 WITH_MEMORY = {
     f"{name}{MEMORY_KEPT}": (*METHODS[name], "--keep-memory") for name in (BASE, "naive OM")
 }  # one long episode
-COLOURS = ("#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#666666", "#0072B2")  # also for the colour-blind
 MIN_HEADROOM = 0.03  # of the oracle's score: a smaller headroom is none
 
 
@@ -128,9 +127,10 @@ def results_of(args, plan, root):
         name: (held_out["measure"], one["lower"], one["upper"])
         for one in held_out["strangers"] for name in (one["policy"], str(root / one["policy"]))
     }  # fmt: skip
-    unseen = {}
+    unseen, raw = {}, {}
     for method, job in plan.tests.items():
         rows = [row for row in read_results(job, root)["rows"] if row["group"] == "homologue"]
+        raw[method] = [row[held_out["measure"]] for row in rows if row["other"] == "all"]  # of every seed
         rows = [{**row, "adapted": 0, "other": name_in_bounds(row["other"], bounds)} for row in rows]
         normalise(rows, bounds)
         scores = {}
@@ -143,7 +143,7 @@ def results_of(args, plan, root):
         "headroom": [headroom, ends], "exists": bool(exists),
         "share": {m: share(values, seen[BASE], seen[ORACLE]) for m, values in seen.items()} if exists else {},
         "ahead": {m: difference(seen[OURS], values) for m, values in seen.items() if m != OURS},
-        "unseen": unseen, "strangers": held_out["strangers"],
+        "unseen": unseen, "unseen_scores": raw, "strangers": held_out["strangers"],
         "matches": {m: match_means([run.get("encounter") or {} for run in runs]) for m, runs in found.items()},
         "models": {m: model_means([run.get("om", run.get("omg", {})) for run in runs]) for m, runs in found.items()},
         "seconds": {m: float(np.mean([run["seconds"] for run in runs])) for m, runs in found.items()},
@@ -189,7 +189,7 @@ def text_of(command, results, seconds):
         low, high = (number(result, end, sign) for end in ends)
         return number(result, mean, sign) if low == high else f"{number(result, mean, sign)} ({low} to {high})"
 
-    shares, scores, unseen, matches, ahead = [], [], [], [], []
+    shares, scores, unseen, raw, matches, ahead = [], [], [], [], [], []
     for result in results:
         name, seen = result["stage"], result["seen"]
         headroom = with_interval(result, *result["headroom"], "+")
@@ -203,6 +203,8 @@ def text_of(command, results, seconds):
         unseen.append(
             [name, *(f"{t.mean():.2f} ({e[0]:.2f} to {e[1]:.2f})" if e else "" for t, e in zip(tables, ends))]
         )
+        means = {m: with_interval(result, *difference(values, [0.0])) for m, values in result["unseen_scores"].items()}
+        raw.append([name, *(means.get(m, "") for m in methods[:-1])])
         if result["encounter"] > 1:
             ends = [result["matches"].get(m) for m in methods]
             cells = [f"{number(result, v[0])}, {number(result, np.mean(v[1:]))}" if v else "" for v in ends]
@@ -229,6 +231,8 @@ def text_of(command, results, seconds):
         "0 is the random policy, 1 a best response to that stranger; mean over strangers, interval over seeds and "
         "strangers together.",
         markdown(["stage", *methods[:-1]], unseen),
+        "The same as matches won or returns, with intervals over seeds:",
+        markdown(["stage", *methods[:-1]], raw),
         *(["## From match to match of an encounter", "Return of the first match, and the mean of the later ones.",
            markdown(["stage", *methods], matches)] if matches else []),
         "## The belief in two matches",
@@ -248,22 +252,26 @@ def draw(results, path):
     from matplotlib.figure import Figure
 
     shown = [result for result in results if result["exists"]]
-    figure = Figure(figsize=(1.9 * max(len(shown), 2) + 1.5, 3.6), layout="constrained")
+    figure = Figure(figsize=(1.9 * max(len(shown), 3) + 1.5, 4.2), layout="constrained")
     axes = figure.subplots()
-    methods, marks = [m for m in METHODS | WITH_MEMORY if m not in (BASE, ORACLE)], "osD^v*P"
+    methods, marks = [m for m in METHODS | WITH_MEMORY if m != ORACLE], ".osD^v*P"
     for number, method in enumerate(methods):
-        places = [k for k, result in enumerate(shown) if method in result["share"]]
-        x = np.array(places) + (number - (len(methods) - 1) / 2) * 0.11
+        places = [k for k, result in enumerate(shown) if method in result["share"] and method != BASE]
+        if not places:
+            continue
+        x = np.array(places) + (number - len(methods) / 2) * 0.11
         values = np.array([shown[k]["share"][method][0] for k in places])
         ends = np.array([shown[k]["share"][method][1] for k in places]).reshape(-1, 2).T
-        look = {"fmt": marks[number % 7], "color": COLOURS[number % 7], "ms": 6, "capsize": 2, "lw": 1}
+        look = {"fmt": marks[number % 8], "color": COLOURS[number % 9], "ms": 6, "capsize": 2, "lw": 1}
         axes.errorbar(x, values, np.abs(ends - values), label=method, **look)
     for y, name in ((0, "IQL"), (1, "oracle: observes the others' policies")):
         axes.axhline(y, color="grey", linewidth=1)
         axes.text(-0.48, y + 0.02, name, fontsize=7, color="grey")
     axes.set_xticks(range(len(shown)), [result["stage"] for result in shown])
     axes.set(ylabel="share of the headroom", xlim=(-0.5, max(len(shown), 1) - 0.5))
-    figure.legend(loc="outside upper center", ncols=len(methods), frameon=False)
+    if flat := [result["stage"] for result in results if not result["exists"]]:
+        axes.set_xlabel(f"without headroom: {', '.join(flat)}", fontsize=8)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
     files.write(path, lambda file: figure.savefig(file, dpi=120))
 
 
@@ -284,9 +292,8 @@ def draw_belief(run, path, matches=2, moments=4):
     team = script.make_team(args, env, "video")
     runner = load_runner(run, env, team)
     names = [Path(team.policy_names[policy]).name for policy in team.used]
-    figure = Figure(figsize=(2.6 * moments, 4.2 * matches), layout="constrained")
-    rows = figure.subplots(2 * matches, moments, squeeze=False, height_ratios=[2, 1] * matches)
-    for number in range(matches):
+    examples = []
+    for _ in range(matches):
         (obs, info), over, seen = env.reset(), False, []
         while not over:
             action = runner.policy(obs, info)
@@ -294,6 +301,12 @@ def draw_belief(run, path, matches=2, moments=4):
             obs, _, terminated, truncated, info = env.step(action)
             over = bool(terminated | truncated)
         true = team.used.index(int(team.policy_id[0, (int(team.learner_seats[0, 0]) + 1) % env.n_agents]))
+        examples.append((seen, true))
+    height, width, _ = seen[0][0].shape
+    inches = 2.6 * height / width + 0.3, 1.5  # of a board, of the bars below it
+    figure = Figure(figsize=(2.6 * moments, sum(inches) * matches), layout="constrained")
+    rows = figure.subplots(2 * matches, moments, squeeze=False, height_ratios=inches * matches)
+    for number, (seen, true) in enumerate(examples):
         for column, step in enumerate(np.linspace(0, len(seen) - 1, moments).astype(int)):
             board, bars = rows[2 * number][column], rows[2 * number + 1][column]
             board.imshow(seen[step][0])

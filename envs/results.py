@@ -9,6 +9,10 @@ import envs
 from envs import files
 from envs.runs import wilson_interval
 
+COLOURS = (
+    "#000000", "#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#888888", "#0072B2", "#A89C00"
+)  # also for colour-blind readers  # fmt: skip
+
 
 # ---- statistics ----
 def iqm(values, axis=-1):
@@ -220,24 +224,30 @@ def curves(groups, path):
     from matplotlib.ticker import EngFormatter
 
     env_ids, labels = ([*dict.fromkeys(key[part] for key in groups)] for part in (1, 0))
-    figure = Figure(figsize=(4.2 * len(env_ids), 3.4), layout="constrained")
-    for axes, env_id in zip(figure.subplots(1, len(env_ids), squeeze=False)[0], env_ids):
+    columns = min(len(env_ids), 3)
+    figure = Figure(figsize=(max(4.2 * columns, 5), 3 * -(-len(env_ids) // columns) + 0.8), layout="constrained")
+    panels = figure.subplots(-(-len(env_ids) // columns), columns, squeeze=False).flatten()
+    colours, lines = (COLOURS * len(labels))[: len(labels)], {}
+    for axes, env_id in zip(panels, env_ids):
         won = any(e["win_rate"] > 0 for (_, env), runs in groups.items() if env == env_id for e in evals_of(runs))
         metric = "win_rate" if won and is_won_together(env_id) else "episodic_return"
-        for number, label in enumerate(labels):
+        for colour, label in zip(colours, labels):
             seeds = [run["evals"] for run in groups.get((label, env_id), ()) if run["evals"]]
             if not seeds:
                 continue
             steps = np.linspace(max(e[0]["steps"] for e in seeds), min(e[-1]["steps"] for e in seeds), 100)
             values = [np.interp(steps, [e["steps"] for e in run], [e[metric] for e in run]) for run in seeds]
             band = np.transpose([mean_interval([column]) for column in np.transpose(values)])
-            axes.plot(steps, np.mean(values, 0), color=f"C{number}", label=label)
-            axes.fill_between(steps, *band, color=f"C{number}", alpha=0.2, linewidth=0)
-        axes.set(title=env_id, xlabel="steps", ylabel=f"eval/{metric}", xlim=(0, None))
+            (lines[label],) = axes.plot(steps, np.mean(values, 0), color=colour)
+            axes.fill_between(steps, *band, color=colour, alpha=0.2, linewidth=0)
+        words = "share of matches won" if metric == "win_rate" else "return of a match"
+        axes.set(title=env_id, xlabel="environment steps", ylabel=words, xlim=(0, None))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(frameon=False)
+    for axes in panels[len(env_ids) :]:
+        axes.axis("off")
+    if lines:
+        figure.legend(lines.values(), lines, loc="outside upper center", ncols=min(len(lines), 5), frameon=False)
     files.write(path, lambda file: figure.savefig(file, dpi=120))
 
 
