@@ -90,7 +90,7 @@ class Args:
     mix: Literal["q-input", "kl-target"] = "q-input"  # where that applies: Q's input (paper) or the KL (released code)
     mix_start: float = 0.5  # that epsilon at the start
     mix_fraction: float = 0.1  # the fraction of the run over which it falls to 0
-    bootstrap_subgoal: Literal["same", "next"] = "same"  # that of the step (paper) or the next one's (released code)
+    bootstrap_subgoal: Literal["same", "next"] = "next"  # of the next value: the step's (paper) or the next step's
 
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):

@@ -64,7 +64,7 @@ from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng  # noqa: E402
 from envs.metrics import masked_mean  # noqa: E402
 
-PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample"}  # the published options
+PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample", "bootstrap_subgoal": "same"}
 FIELDS = ("obs", "alive", "all_action")
 
 

@@ -381,7 +381,7 @@ def test_updates_without_mixing_are_those_with_probability_0():
 # ---- both losses together ----
 @pytest.mark.parametrize(
     "options",
-    [{}, {"q_subgoal": "inferred"}, {"q_subgoal": "selected"}, {"mix": "kl-target"}, {"bootstrap_subgoal": "next"}],
+    [{}, {"q_subgoal": "inferred"}, {"q_subgoal": "selected"}, {"mix": "kl-target"}, {"bootstrap_subgoal": "same"}],
     ids=str,
 )
 def test_losses_are_the_models_and_the_q_networks_one_after_the_other(options):

@@ -38,7 +38,7 @@ OMG_VARIANTS = (
     {}, {"selector": "value"}, {"subgoal_input": "obs"}, {"predict": "view"}, {"subgoal_input": "state"},
     *(PAPER | options for options in (
         {}, {"subgoal_mode": "conservative"}, {"q_subgoal": "inferred"}, {"q_subgoal": "selected"},
-        {"bootstrap_subgoal": "next", "q_subgoal": "selected"}, {"bootstrap_subgoal": "next"}, {"mix": "kl-target"},
+        {"bootstrap_subgoal": "same", "q_subgoal": "selected"}, {"bootstrap_subgoal": "same"}, {"mix": "kl-target"},
         {"td_lambda": 0.0}, {"horizon": 12}, {"dueling": True}, {"predict": "features"},
     )),
 )  # fmt: skip
@@ -395,7 +395,7 @@ OMG_OPTIONS = [
     OTHER_OPTIONS[0] | {"subgoal_input": "state", "selector": "random", "predict": "features"},
     OTHER_OPTIONS[1] | {"selector": "3", "q_subgoal": "inferred", "horizon": 1},
     {"env_id": "3m", "n_agents": 8, "team": "6nearest2omg", "inference": "mlp", "selector": "next"}
-    | {"q_subgoal": "selected", "bootstrap_subgoal": "next", "tell_who": True},
+    | {"q_subgoal": "selected", "bootstrap_subgoal": "same", "tell_who": True},
     {"env_id": "stag_hunt_4x4", "seat": "2", "mix_start": 1.0, "mix_fraction": 1.0}
     | {"paper": True, "subgoal_mode": "conservative"},
 ]
