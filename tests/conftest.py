@@ -8,6 +8,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that tests can import the scripts
 
+from envs import vector
+
+# Environments are compiled for one thread only: for several, which play the same, they would be compiled again.
+SERIAL_BELOW, vector.SERIAL_BELOW = vector.SERIAL_BELOW, 10**9
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Many matches run on threads, as they do outside the tests."""
+    monkeypatch.setattr(vector, "SERIAL_BELOW", SERIAL_BELOW)
+
 
 @pytest.fixture
 def one_thread():

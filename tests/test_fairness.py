@@ -58,21 +58,19 @@ def test_mirroring_the_map_changes_no_rate_quick(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL_TEAMS)
-def test_equal_teams_win_equally_often(name):
-    assert share_of_wins(name, 20_000) == pytest.approx(0.5, abs=0.02)
+def test_equal_teams_win_equally_often(name, threads):
+    assert share_of_wins(name, 10_000) == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL_TEAMS)
-def test_equal_teams_win_equally_often_on_the_mirrored_map(name, monkeypatch):
-    assert share_of_wins(name, 20_000, map_spec=mirrored(name, monkeypatch)) == pytest.approx(0.5, abs=0.02)
+def test_equal_teams_win_equally_often_on_the_mirrored_map(name, monkeypatch, threads):
+    assert share_of_wins(name, 10_000, map_spec=mirrored(name, monkeypatch)) == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "policy"), [("3m", "nearest"), ("8m", "nearest"), ("8m", "weakest"), ("MMM", "nearest")]
-)
-def test_mirroring_the_map_changes_no_rate(name, policy, monkeypatch):
-    usual = share_of_wins(name, 20_000, policy=policy)
-    turned = share_of_wins(name, 20_000, policy=policy, map_spec=mirrored(name, monkeypatch))
+@pytest.mark.parametrize(("name", "policy"), [("3m", "nearest"), ("8m", "weakest"), ("MMM", "nearest")])
+def test_mirroring_the_map_changes_no_rate(name, policy, monkeypatch, threads):
+    usual = share_of_wins(name, 10_000, policy=policy)
+    turned = share_of_wins(name, 10_000, policy=policy, map_spec=mirrored(name, monkeypatch))
     assert turned == pytest.approx(usual, abs=0.02)

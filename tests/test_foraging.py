@@ -23,7 +23,7 @@ from envs.foraging import HEURISTICS, ORDERS, POLICIES
 from envs.pettingzoo import parallel_env
 
 NONE, NORTH, SOUTH, WEST, EAST, LOAD = range(6)
-COPIES = 8  # of a match placed by hand: the fewest that run on threads
+COPIES = 8  # of a match placed by hand
 SIZES = [
     "Foraging-8x8-2p-3f-v3",
     "Foraging-2s-8x8-2p-2f-coop-v3",

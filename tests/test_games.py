@@ -9,7 +9,7 @@ import torch
 import envs
 from envs.matrix_games import GAMES, MEMORY_ONE, exact_value
 
-COPIES = 8  # the fewest matches that run on threads, so that only this form is compiled here
+COPIES = 8
 SMALL = {  # id -> options, one of each program
     "kuhn": {"limit": 12},
     "matrix_ipd": {"limit": 9},

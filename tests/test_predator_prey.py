@@ -22,7 +22,7 @@ from envs.team import Team
 
 NONE, LEFT, RIGHT, DOWN, UP = range(5)
 POLICIES = ("chase", "close", "far", "fellow", "loyal", "random")
-COPIES = 8  # of a match set by hand: the fewest that run on threads, so that only this form is compiled here
+COPIES = 8  # of a match set by hand
 FAR_OBSTACLES = ((3.0, 3.0), (3.0, -3.0))
 
 

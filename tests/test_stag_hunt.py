@@ -12,7 +12,7 @@ import envs
 UP, DOWN, LEFT, RIGHT, STAY, STAG, HARE = range(7)
 MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
 NS, NH, RAND, SWITCH, FOLLOW = range(5)
-COPIES = 8  # of a match placed by hand: the fewest that run on threads, so that only this form is compiled here
+COPIES = 8  # of a match placed by hand
 
 
 # ---- grids placed by hand, and what is read back from them ----

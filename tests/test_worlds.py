@@ -15,7 +15,7 @@ from worlds import assert_same, shown
 import envs
 from envs import vector
 
-COPIES = 8  # the fewest matches that run on threads, so that only this form is compiled here
+COPIES = 8
 WORLDS = {  # id -> options, one of each program
     "stag_hunt_5x5_3h1s": {"limit": 9, "pieces": 2, "view_radius": 2, "strengths": (1, 2, 3, 4)},
     "Foraging-2s-6x7-3p-4f-pen-v3": {"limit": 9, "patience": 1},
@@ -54,6 +54,19 @@ def test_seeds(name):
     assert different
     states = [env.reset()[1]["state"].clone() for env in (first, same)]
     assert torch.equal(*states) and torch.equal(first.reset(seed=9)[0], same.reset(seed=9)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORLDS)
+def test_threads_play_what_one_plays(name, threads):
+    few, many = make(name, 4, seed=5), make(name, 16, seed=5)
+    first, second = shown(few.reset()), shown(many.reset())
+    for step in range(13):
+        assert_same(first, {key: tensor[:4] for key, tensor in second.items()})
+        policy = drawn_policies(many, step)
+        actions = few.scripted_actions(policy[:4]), many.scripted_actions(policy)
+        assert torch.equal(actions[0], actions[1][:4])
+        first, second = shown(few.step(actions[0])), shown(many.step(actions[1]))
 
 
 @EVERY_WORLD
