@@ -78,11 +78,11 @@ def test_others_stay_for_as_many_rounds_as_an_encounter_has():
     env = envs.make("matrix_ipd", num_envs=64)
     runner = EpisodeRunner(env, Team(env, encounter=3), RandomPlayer())
     drawn = []
-    for _ in range(9):
+    for _ in range(7):
         runner.play()
         drawn.append(runner.team.policy_id.clone())
     same = [torch.equal(one, other) for one, other in itertools.pairwise(drawn)]
-    assert same == [True, True, False, True, True, False, True, True]
+    assert same == [True, True, False, True, True, False]
 
 
 def test_others_start_anew_in_every_match_of_an_encounter():
@@ -161,7 +161,7 @@ def test_a_run_that_keeps_its_memory_plays_single_matches_and_encounters(tmp_pat
 def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
     learner, runner = make_runner("belief_iql", env_id, team, encounter=3, carry_belief=carry_belief)
     model, total = learner.model, None
-    for number in range(7):
+    for number in range(4):
         _, lengths, _, _ = runner.play(0.5)
         evidence = runner.episodes["evidence"][0]
         if number % 3 and carry_belief:
@@ -241,7 +241,7 @@ def test_places_are_read_off_what_an_oracle_sees(name):
 
 @pytest.mark.parametrize("option", ["tell_who", pytest.param("recurrence", marks=pytest.mark.slow)])
 def test_an_oracle_and_a_learner_without_memory_train(option, tmp_path):
-    folder = train("iql", tmp_path, **IPD, **{option: option == "tell_who"})["run"].folder
+    folder = train("iql", tmp_path, **IPD | {"total_timesteps": 400, option: option == "tell_who"})["run"].folder
     sizes = checkpoints.read_run(folder)["sizes"]
     assert (sizes["obs_dim"] == envs.make("matrix_ipd").obs_dim) == (option == "recurrence")
 

@@ -204,6 +204,7 @@ def test_every_program_goes_by_what_it_is_made_of_and_nothing_else(tmp_path):
         ("battle_scene.py", None, "SPARE = 1\n", []),
         ("battle_setup.py", "SPAWN_SHIFT = 0.1", "SPAWN_SHIFT = 0.2", [BATTLE]),
         ("paths.py", "return climbs or abs(a - b) < HIGH - LOW", "return abs(a - b) < HIGH - LOW", [BATTLE]),
+        ("battle_rules.py", "ENERGY_START, ENERGY_MAX", "ENERGY_MAX, ENERGY_START", [BATTLE]),
         ("batch.py", "match[row, STEP] += 1", "match[row, STEP] += 2", [BATTLE, HUNT]),
         ("vector.py", "0x7FEB352D", "0x7FEB352F", [BATTLE, BATTLE_POLICIES, HUNT, HUNT_POLICIES]),
         ("stag_hunt.py", "TRIES = 16, 64", "TRIES = 16, 65", [HUNT]),
@@ -231,23 +232,23 @@ def test_every_program_goes_by_what_it_is_made_of_and_nothing_else(tmp_path):
 
 
 @pytest.mark.slow
-def test_edited_rules_of_a_battle_are_played(tmp_path):
+def test_edited_rules_are_played(tmp_path):
     """With NUMBA_CACHE_DIR set, as after a pull; an edit of what is not compiled compiles nothing."""
     copy_of_envs(tmp_path)
     program = (
         "from numba.core import event\nimport envs\n"
-        "env = envs.make('MMM')\n"
+        "env = envs.make('matrix_ipd')\n"
         "with event.install_recorder('numba:compile') as recorder:\n"
         "    env.reset(seed=0)\n"
-        "print(float(env.units()['energy'].max()), len(recorder.buffer))"
+        "print(float(env.step([[1, 1]])[1][0, 0]), len(recorder.buffer))"
     )
-    rules, runs = tmp_path / "envs" / "battle_rules.py", tmp_path / "envs" / "runs.py"
+    rules, runs = tmp_path / "envs" / "matrix_games.py", tmp_path / "envs" / "runs.py"
     seen = [run_in(tmp_path, program, NUMBA_CACHE_DIR=str(tmp_path / "cache"))]
     runs.write_text(runs.read_text(encoding="utf-8") + "\nSPARE = 1\n", encoding="utf-8")
     seen.append(run_in(tmp_path, program, NUMBA_CACHE_DIR=str(tmp_path / "cache")))
     before = rules.read_text(encoding="utf-8")
-    rules.write_text(before.replace("ENERGY_START, ENERGY_MAX", "ENERGY_MAX, ENERGY_START"), encoding="utf-8")
+    rules.write_text(before.replace("reward[m, a] = game.payoff", "reward[m, a] = 7 * game.payoff"), encoding="utf-8")
     seen.append(run_in(tmp_path, program, NUMBA_CACHE_DIR=str(tmp_path / "cache")))
     (first, compiled), (second, again), (third, _) = seen
-    assert float(first) == float(second) == 50 and int(compiled) > 0 and int(again) == 0
-    assert float(third) == 200
+    assert float(first) == float(second) == -2 and int(compiled) > 0 and int(again) == 0
+    assert float(third) == -14

@@ -745,7 +745,7 @@ def pretrained(tmp_path_factory):
     def get():
         if not made:
             folder = tmp_path_factory.mktemp("pretrained")
-            made.append(train("pretrain_cvae", folder, pretrain_updates=200, **HUNT)["folder"])
+            made.append(train("pretrain_cvae", folder, pretrain_updates=100, **HUNT)["folder"])
         return made[0]
 
     return get
@@ -847,11 +847,17 @@ def test_pretraining_needs_a_script(tmp_path):
         train("pretrain_cvae", tmp_path, script="missing")
 
 
+STOPPED = {"env_id": "stag_hunt_4x4", "latent_dim": 8, "total_timesteps": 100, "pretrain_updates": 20}
+
+
+@pytest.fixture(scope="module")
+def not_stopped(tmp_path_factory):
+    return train("omg_iql", tmp_path_factory.mktemp("whole"), **STOPPED)["run"].folder
+
+
 @pytest.mark.parametrize("update", [7, 22, *(pytest.param(update, marks=pytest.mark.slow) for update in (1, 20, 24))])
-def test_a_run_stopped_in_pretraining_goes_on_there(update, tmp_path, monkeypatch):
+def test_a_run_stopped_in_pretraining_goes_on_there(update, not_stopped, tmp_path, monkeypatch):
     """20 updates of the VAE and 4 of the CVAE; the result is that of a run that was not stopped."""
-    options = {"env_id": "stag_hunt_4x4", "latent_dim": 8, "total_timesteps": 200, "pretrain_updates": 20}
-    expected = train("omg_iql", tmp_path / "whole", **options)["run"].folder
     step, updates = pretrain_cvae.Pretraining.step, []
 
     def counted_step(self, optimizer, loss):
@@ -862,12 +868,12 @@ def test_a_run_stopped_in_pretraining_goes_on_there(update, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(pretrain_cvae.Pretraining, "step", counted_step)
-        folder = stopped("omg_iql", tmp_path / "stopped", time_limit=1e6, **options)
+        folder = stopped("omg_iql", tmp_path / "stopped", time_limit=1e6, **STOPPED)
         saved = checkpoints.read_run(folder)
         assert saved["progress"]["steps"] == 0 and len(updates) == update
-        train("omg_iql", tmp_path / "stopped", resume=folder, **options)
+        train("omg_iql", tmp_path / "stopped", resume=folder, **STOPPED)
     assert updates == list(range(1, 25))
-    assert_same_weights(model_of(folder), model_of(expected))
+    assert_same_weights(model_of(folder), model_of(not_stopped))
 
 
 def test_the_time_limit_ends_pretraining_too(tmp_path):

@@ -387,7 +387,7 @@ def test_it_finds_the_best_of_a_matrix_game(name):
     assert learner.updates == 60
 
 
-@EVERY_SCRIPT
+@pytest.mark.parametrize("name", [pytest.param("ippo", marks=pytest.mark.slow), "mappo"])
 def test_a_run_stopped_after_every_rollout_equals_one_that_was_not(name, complete_run, tmp_path):
     folder, sessions = stopped(name, tmp_path), 1
     while not (folder / "results.json").exists():

@@ -209,6 +209,7 @@ def test_ids_follow_the_battles():
     assert [name for name in envs.list_ids() if name.startswith("sc2/")] == [f"sc2/{name}" for name in MAPS]
 
 
+@pytest.mark.slow
 def test_it_is_imported_only_when_asked_for():
     script = "import sys, envs; print([name for name in sys.modules if 'starcraft2' in name or 'sc2' in name])"
     shown = subprocess.run([sys.executable, "-c", script], cwd=FAKE.parents[1], capture_output=True, text=True)

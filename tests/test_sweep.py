@@ -352,7 +352,7 @@ def test_what_another_sweep_began_in_the_meantime_is_not_begun_again(tmp_path, c
     ("script", "options", "message"),
     [
         (TOY, ("--no-such-option",), "unrecognized arguments"),
-        ("iql.py", ("--gamma", 7), "--gamma is from 0 to 1, not 7"),
+        pytest.param("iql.py", ("--gamma", 7), "--gamma is from 0 to 1, not 7", marks=pytest.mark.slow),
     ],
 )
 def test_invalid_arguments_are_not_tried_again(tmp_path, script, options, message):
@@ -682,7 +682,7 @@ def test_on_a_cluster_a_run_whose_node_is_lost_in_a_save_ends_as_if_it_had_not_b
 
     words = ("--env-ids", "stag_hunt_4x4", "--seeds", 1)
     sizes = {
-        "num-envs": 4, "batch-size": 4, "buffer-size": 64, "train-frequency": 60, "total-timesteps": 4000,
+        "num-envs": 4, "batch-size": 4, "buffer-size": 64, "train-frequency": 60, "total-timesteps": 2500,
         "hidden-dim": 16, "eval-interval": 1000, "eval-episodes": 4, "final-eval-episodes": 8, "checkpoint-interval": 0,
     }  # fmt: skip
     options = [word for name, value in sizes.items() for word in (f"--{name}", value)]
