@@ -41,8 +41,8 @@ POLICY_SCRIPTS = {"ippo": ippo, "mappo": mappo}  # policy gradients, without a r
 POPULATION_SCRIPTS = {"brdiv": brdiv}  # several policies learn at a time, in pairs
 ALL_SCRIPTS = {**SCRIPTS, **POLICY_SCRIPTS, **POPULATION_SCRIPTS, "coma": coma}
 QUICK = {
-    "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 600,
-    "eval_interval": 300, "eval_episodes": 4, "final_eval_episodes": 6, "hidden_dim": 16, "log_interval": 0,
+    "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 400,
+    "eval_interval": 200, "eval_episodes": 4, "final_eval_episodes": 6, "hidden_dim": 16, "log_interval": 0,
 }  # fmt: skip
 QUICK_EPISODES = {key: QUICK[key] for key in QUICK if key not in ("batch_size", "buffer_size", "train_frequency")}
 QUICK_POLICY = QUICK_EPISODES | {"num_steps": 24, "update_epochs": 2, "num_minibatches": 2}

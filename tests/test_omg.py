@@ -213,7 +213,7 @@ def test_pretraining_is_measured_on_episodes_that_it_does_not_learn_from(monkeyp
     [
         ([5.0] * 60, 1100),  # ten checks without a better one
         ([5.0] * 9 + [4.0] * 60, 2000),  # a plateau is not the end
-        ([5 * 0.995**k for k in range(60)], 5000),  # slow, but 1% in every other check
+        pytest.param([5 * 0.995**k for k in range(60)], 5000, marks=pytest.mark.slow),  # 1% in every other check
         ([1.0, *(5.0 - 0.01 * k for k in range(60))], 1100),  # better than the last ones, not than the best
     ],
     ids=["flat", "plateau", "slow", "worse"],
@@ -573,7 +573,7 @@ def test_published_settings(tmp_path):
     omg_iql.check_args(again)
     assert again == args
     file = train("pretrain_cvae", tmp_path, paper=True, **HUNT)["folder"] / "vae.pt"
-    args = train("omg_iql", tmp_path / "runs", paper=True, vae=file, **HUNT)["args"]
+    args = train("omg_iql", tmp_path / "runs", paper=True, vae=file, total_timesteps=1, **HUNT)["args"]
     assert (args.subgoal_input, args.predict, args.code, args.selector) == ("obs", "view", "sample", "value")
 
 
@@ -797,7 +797,7 @@ def test_pretraining_of_states_and_features(tmp_path):
     options = HUNT | {"subgoal_input": "state", "predict": "features"}
     names = train("pretrain_cvae", tmp_path, **options)
     file = names["folder"] / "vae.pt"
-    run = train("omg_iql", tmp_path / "runs", vae=file, **options)["run"]
+    run = train("omg_iql", tmp_path / "runs", vae=file, total_timesteps=100, **options)["run"]
     assert_same_weights(model_of(run.folder), checkpoints.read(file)["networks"]["model"], prefix="vae.")
 
 
