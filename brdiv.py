@@ -77,8 +77,8 @@ import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import envs  # noqa: E402
-from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, load_runner, round_up  # noqa: E402
+from envs import checkpoints, runs  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, round_up  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 FIELDS = ("obs", "avail", "alive", "action", "terminated", "policy")  # recorded for learning, besides reward and seat
@@ -551,6 +551,3 @@ if __name__ == "__main__":
         results, means = evaluate(eval_runner, args.final_eval_episodes)
         run.finish(*results, brdiv=means)
     print("return in self-play {self_play:.2f}, in cross-play {cross_play:.2f}".format(**means))
-    if args.capture_video:
-        video_env = make_env(args, 1, device, "video")
-        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")

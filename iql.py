@@ -81,8 +81,8 @@ import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import envs  # noqa: E402
-from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, load_runner, round_up  # noqa: E402
+from envs import checkpoints, runs  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, round_up  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
@@ -475,6 +475,3 @@ if __name__ == "__main__":
             if run.save_due():
                 run.save()
         run.finish(*eval_runner.evaluate(args.final_eval_episodes))
-    if args.capture_video:
-        video_env = make_env(args, 1, device, "video")
-        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")

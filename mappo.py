@@ -80,8 +80,8 @@ import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import envs  # noqa: E402
-from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import EpisodeRunner, Graphed, gather, load_runner  # noqa: E402
+from envs import checkpoints, runs  # noqa: E402
+from envs.episodes import EpisodeRunner, Graphed, gather  # noqa: E402
 from envs.rollouts import RolloutRunner  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
@@ -464,6 +464,3 @@ if __name__ == "__main__":
             if run.save_due():
                 run.save()
         run.finish(*eval_runner.evaluate(args.final_eval_episodes))
-    if args.capture_video:
-        video_env = make_env(args, 1, device, "video")
-        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")

@@ -74,7 +74,7 @@ class Args:
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
     vae: str | None = None  # a file of pretrain_cvae.py (default: the same pre-training first)
     pretrain_timesteps: int | None = None  # steps of pre-training (default: 2 million on the GPU, 100,000 on the CPU)
-    pretrain_updates: int = 5000  # updates of pre-training at most; it stops early when the held-out error stagnates
+    pretrain_updates: int | None = None  # updates of the VAE, and a tenth of the CVAE (default: 5000, CPU 3000)
     paper: bool = False  # whether to use the published settings: docs/omg_iql.md lists them
     vae_kl_weight: float = 0.01  # weight of the VAE's KL divergence beside its error, a sum over features
     kl_weight: float = 0.001  # weight of the inference model's KL divergence beside its error
@@ -103,7 +103,7 @@ import torch.nn.functional as F  # noqa: E402
 import envs  # noqa: E402
 import pretrain_cvae  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, gather, load_runner, round_up  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, gather, round_up  # noqa: E402
 from envs.metrics import code_metrics, masked_mean, place_metrics, probes, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
@@ -131,7 +131,6 @@ def check_args(args):
         raise runs.UsageError("--q-subgoal is for --mix q-input: with kl-target the Q-network has the inferred subgoal")
     runs.check_team_options(args)
     runs.resolve_device(args)
-    runs.fill_in(args, {"pretrain_timesteps": 2_000_000 if args.cuda else 100_000})
     runs.fill_in_sizes(args)
 
 
@@ -828,6 +827,3 @@ if __name__ == "__main__":
                 run.save()
         results = eval_runner.evaluate(args.final_eval_episodes)
         run.finish(*results, omg=analyse(learner, eval_runner.selection()))
-    if args.capture_video:
-        video_env = make_env(args, 1, device, "video")
-        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")

@@ -41,7 +41,7 @@ class Args:
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 512 on the CPU)
 
     pretrain_timesteps: int | None = None  # steps to collect (default: 2 million on the GPU, 100,000 on the CPU)
-    pretrain_updates: int = 5000  # updates of the VAE at most; it stops early when the held-out error stagnates
+    pretrain_updates: int | None = None  # updates of the VAE, and a tenth of the CVAE (default: 5000, CPU 3000)
     batch_size: int = 32  # episodes in an update of the CVAE
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
     paper: bool = False  # whether to use the published settings: docs/omg_iql.md lists them
@@ -58,7 +58,6 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args)  # prints the help and exits, before the slow imports
 
 import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
 from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng  # noqa: E402
@@ -74,56 +73,57 @@ class Pretraining:
 
     def __init__(self, args, model, runner):
         self.args, self.model, self.runner = args, model, runner
-        self.total = args.pretrain_updates + (0 if args.paper else args.pretrain_updates // 5)
+        self.total = args.pretrain_updates + (0 if args.paper else args.pretrain_updates // 10)
         parameters = model.vae.parameters(), [p for p in model.parameters() if p.requires_grad]  # all but the VAE's
-        self.optimizers = [torch.optim.Adam(group, args.model_learning_rate) for group in parameters]
-        self.progress = {"update": 0, "best": float("inf"), "patience": 0}
+        self.optimizers = [torch.optim.Adam(group, args.model_learning_rate, fused=True) for group in parameters]
+        self.progress = {"update": 0}
         self.start, self.rng = {"rng": runs.rng_state(args), "runner": runner.state_dict()}, None  # before the episodes
 
     def run(self, log, after_update=lambda: None):
         """Returns the held-out errors: {"recon": ..., "kl": ..., "inference": ..., "states": number of states}."""
         args, model, progress = self.args, self.model, self.progress
-        print(f"Pre-training on {args.pretrain_timesteps:,} steps of the others' play ...")
         runs.set_rng_state(self.start["rng"])
         self.runner.load_state_dict(self.start["runner"])
         self.runner.should_stop = getattr(self, "should_stop", None)  # of the run that this is part of
-        *rounds, held_out = self.runner.collect(args.pretrain_timesteps)
+        with runs.Progress("Pre-training, play of the others: ", args.pretrain_timesteps, "steps") as shown:
+            *rounds, held_out = self.runner.collect(args.pretrain_timesteps, shown.show)
         states = torch.cat([model.states(episodes, episodes["obs"])[episodes["mask"]] for episodes in rounds])
         test_states = model.states(held_out, held_out["obs"])[held_out["mask"]][:8192]
         if not args.paper:  # features that are 0 or 1, and both of them
             model.vae.binary.copy_(((states == 0) | (states == 1)).all(0) & (states.amin(0) < states.amax(0)))
         if progress["update"] and self.rng is not None:  # before the first update it follows from the episodes
             runs.set_rng_state(self.rng)
-        with tqdm(total=self.total, initial=progress["update"], disable=not sys.stderr.isatty()) as bar:
-            while progress["update"] < self.total:
-                if progress["update"] < args.pretrain_updates:
-                    self.update_vae(states, test_states, log)
-                else:
-                    self.update_cvae(rounds[progress["update"] % len(rounds)])
-                bar.update(progress["update"] - bar.n)
-                after_update()
-        with torch.no_grad(), preserved_rng(states.device):
-            _, recon, kl = vae_loss(args, model.vae, test_states)
-            inference = cvae_loss(args, model, held_out, slice(64))
-        errors = {"recon": recon.item(), "kl": kl.item(), "inference": inference.item(), "states": len(states)}
-        print("Held-out error {recon:.4f}, KL {kl:.2f}, inference {inference:.4f}; {states:,} states".format(**errors))
-        return errors
+        errors = {}
+        for name, first, last in (("VAE", 0, args.pretrain_updates), ("CVAE", args.pretrain_updates, self.total)):
+            done = max(progress["update"] - first, 0)
+            with runs.Progress(f"Pre-training, {name}: ", last - first, "updates", done) as shown:
+                while progress["update"] < last:
+                    if name == "VAE":
+                        self.update_vae(states)
+                    else:
+                        self.update_cvae(rounds[progress["update"] % len(rounds)])
+                    if progress["update"] % 100 == 0:
+                        errors = self.errors(test_states, held_out)
+                        for key, error in errors.items():
+                            log.add_scalar(f"pretrain/{key}", error, progress["update"])
+                    shown.show(progress["update"] - first, ", ".join(f"{k} {e:.4f}" for k, e in errors.items()))
+                    after_update()
+        return self.errors(test_states, held_out) | {"states": len(states)}
 
-    def update_vae(self, states, test_states, log):
-        """An update of the VAE. It has no more of them once the held-out error stagnates."""
-        vae, progress = self.model.vae.requires_grad_(True), self.progress
-        batch = states[torch.randint(len(states), (1024,), device=states.device)]
+    @torch.no_grad()
+    def errors(self, states, episodes):
+        with preserved_rng(states.device):
+            _, recon, kl = vae_loss(self.args, self.model.vae, states)
+            inference = cvae_loss(self.args, self.model, episodes, slice(64))
+        return {"recon": recon.item(), "kl": kl.item(), "inference": inference.item()}
+
+    def update_vae(self, states):
+        """Its learning rate rises at first and falls to 0: at a constant one it would take thrice the updates."""
+        done, vae = self.progress["update"] / self.args.pretrain_updates, self.model.vae.requires_grad_(True)
+        self.optimizers[0].param_groups[0]["lr"] = 6 * self.args.model_learning_rate * min(10 * done + 0.01, 1 - done)
+        batch = states[torch.randint(len(states), (1024 if self.args.cuda else 256,), device=states.device)]
         self.step(self.optimizers[0], vae_loss(self.args, vae, batch)[0])
         vae.requires_grad_(False)
-        if progress["update"] % 100 == 0:
-            with torch.no_grad():
-                loss, recon, kl = vae_loss(self.args, vae, test_states)
-            log.add_scalar("pretrain/recon", recon, progress["update"])
-            log.add_scalar("pretrain/kl", kl, progress["update"])
-            better = loss.item() < 0.99 * progress["best"]
-            progress |= {"best": loss.item(), "patience": 0} if better else {"patience": progress["patience"] + 1}
-            if progress["patience"] == 10:  # 1% in 1000 updates: shorter plateaus are common early on
-                progress["update"] = self.args.pretrain_updates
 
     def update_cvae(self, episodes):
         matches = torch.randint(episodes["obs"].shape[1], (self.args.batch_size,), device=episodes["obs"].device)
@@ -176,7 +176,7 @@ if __name__ == "__main__":
     runs.check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
     runs.resolve_device(args)
     num_envs = 8 if args.env_id.startswith("sc2/") else 1024 if args.cuda else 512
-    runs.fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": 2_000_000 if args.cuda else 100_000})
+    runs.fill_in(args, {"num_envs": num_envs, **runs.PRETRAINING[args.cuda]})
     script = runs.load_script(args)
     env = script.make_env(args, args.num_envs, runs.set_up_torch(args), "pre-training")
     team = script.make_team(args, env, "pre-training", stand_in=True)
@@ -188,7 +188,7 @@ if __name__ == "__main__":
     runner = EpisodeRunner(env, team, RandomPlayer(), (*FIELDS, *["state"] * (args.subgoal_input == "state")))
     errors = Pretraining(args, model, runner).run(writer)
     if args.subgoal_input != "state" and env.simulated:
-        writer.add_image("pretrain/rebuilt", play.reconstruction(runner, model), dataformats="HWC")
+        writer.add_image("pretrain/rebuilt", play.reconstruction(runner, model), args.pretrain_updates)
     writer.close()
     content = {"algorithm": args.script, "env_id": args.env_id, "args": asdict(args), "errors": errors}
     content |= {"requirements": script.requirements(args, env), "networks": {"model": model.state_dict()}}

@@ -60,6 +60,8 @@ class Graphed:
     There is one graph for each set of tensors, told apart by memory and shape.
     """
 
+    on_call = None  # called without arguments with every call of any of them: something gets on
+
     def __init__(self, function, device):
         self.function = function
         self.capture = device.type == "cuda"
@@ -67,6 +69,8 @@ class Graphed:
 
     def __call__(self, batch=None):
         arguments = () if batch is None else (batch,)
+        if Graphed.on_call is not None:
+            Graphed.on_call()
         if not self.capture:
             self.function(*arguments)
             return
@@ -127,6 +131,7 @@ class EpisodeRunner:
         if env.encounters > 1 and "encounter" not in fields:
             fields = (*fields, "encounter")
         self.rounds = 0
+        self.before_evaluation = {}  # the state before the last evaluation
         self.match_returns = {}  # by the number of a match in its encounter, of the last evaluation
         self.env = env
         self.team = team
@@ -151,7 +156,7 @@ class EpisodeRunner:
         self.running = torch.zeros_like(env.terminated)
         self.lengths = torch.zeros_like(env.actions[:, 0])
         self.team_last_action = torch.zeros_like(env.actions) if env.encounters > 1 else self.last_action
-        self.play_chunk = Graphed(self._play_chunk, env.device) if env.simulated else self._play_chunk
+        self.play_chunk = Graphed(self._play_chunk, env.device if env.simulated else torch.device("cpu"))
         if env.simulated:
             env.reset()  # so that a snapshot has its random streams
 
@@ -263,7 +268,7 @@ class EpisodeRunner:
             raise GameFailed(f"{self.env.name}: no valid match in {MAX_INVALID_ROUNDS} rounds in a row")
         return self.episodes["reward"].sum(0), self.lengths, info["won"], valid
 
-    def collect(self, steps):
+    def collect(self, steps, show=lambda played: None):
         """At least `steps` steps in two or more rounds, a dictionary of copies each; invalid matches are left out.
 
         `mask` (rows, matches, seats) is set where the learner's seat is alive.
@@ -276,6 +281,7 @@ class EpisodeRunner:
             episodes = {name: values[: len(rows), valid].clone() for name, values in self.episodes.items()}
             episodes["mask"] = episodes["alive"] & (rows <= lengths[valid].unsqueeze(-1))
             rounds.append(episodes)
+            show(played)
             self.check_stop()
         return rounds
 
@@ -286,6 +292,7 @@ class EpisodeRunner:
         """
         results, by_match = [], {}
         played, encounter = 0, self.team.encounter
+        self.before_evaluation = self.state_dict()
         while played < count or self.rounds % encounter:
             *numbers, valid = self.play()
             results.append([tensor[valid].cpu() for tensor in numbers])

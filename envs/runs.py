@@ -34,10 +34,11 @@ import tyro
 from tqdm import tqdm
 
 from envs import checkpoints, files
-from envs.episodes import GameFailed, Stopped
+from envs.episodes import EpisodeRunner, GameFailed, Graphed, ScriptedPlayer, Stopped, load_runner
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 RETRY = 60.0  # seconds until a file that could not be written is tried again
+BAR_INTERVAL, LINE_INTERVAL = 0.1, 3.0  # seconds between two states of a progress bar, and between lines in a file
 LARGEST = {
     **dict.fromkeys(("hidden_dim", "latent_dim", "mixing_dim", "hypernet_dim", "horizon"), 2**13),
     **dict.fromkeys(("joint_dim", "critic_dim"), 2**13),
@@ -45,6 +46,10 @@ LARGEST = {
     **dict.fromkeys(("num_steps", "update_epochs"), 2**13),  # a run is stopped after them, not before
     **dict.fromkeys(("num_envs", "batch_size"), 2**22),
 }
+PRETRAINING = (  # default sizes on the CPU, on the GPU
+    {"pretrain_timesteps": 100_000, "pretrain_updates": 3000},
+    {"pretrain_timesteps": 2_000_000, "pretrain_updates": 5000},
+)
 CHANGEABLE = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
 
 
@@ -237,6 +242,8 @@ def fill_in_sizes(args):
         defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
     if real_game:  # slow: it is learned from more often
         defaults |= {"num_envs": 8, "train_frequency": 60}
+    if hasattr(args, "pretrain_updates"):
+        defaults |= PRETRAINING[args.cuda]
     fill_in(args, defaults)
     fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
     smallest = max(args.batch_size, args.num_envs)
@@ -390,8 +397,70 @@ def wilson_interval(successes, trials):
     return [(centre - spread) / (1 + z * z / trials), (centre + spread) / (1 + z * z / trials)]
 
 
+def summary_of(returns, lengths, won):
+    """The results of EpisodeRunner.evaluate in numbers."""
+    return {
+        "win_rate": won.float().mean().item(),
+        "win_rate_interval": wilson_interval(int(won.sum()), len(won)),
+        "episodic_return": returns.mean().item(),
+        "returns_by_agent": returns.mean(0).tolist(),
+        "episodic_length": lengths.float().mean().item(),
+        "episodes": len(won),
+    }
+
+
 def versions():
     return {"python": sys.version.split()[0], "torch": torch.__version__, "numpy": np.__version__}
+
+
+# ---- progress ----
+class Progress:
+    """How far something is, in steps, updates, ...: a bar in a terminal, elsewhere a line every few seconds."""
+
+    started = time.time()  # of the command; a resumed run sets it back by what it has run before
+
+    def __init__(self, what, total, unit, done=0):
+        self.what, self.total, self.unit, self.first, self.done, self.numbers = what, total, unit, done, done, ""
+        self.began = self.shown_at = time.time()
+        form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} " + unit + " [{elapsed}<{remaining}{postfix}]"
+        self.bar = tqdm(total=total, initial=done, desc=what, unit_scale=True, bar_format=form, leave=False,
+                        disable=not sys.stderr.isatty(), mininterval=0)  # fmt: skip
+        self.in_terminal, self.close = not self.bar.disable, self.bar.close
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.close()
+        if kind is None and self.done > self.first:
+            seconds = time.time() - self.began
+            say(f"{self.what}{self.total:,} {self.unit}, {duration(seconds)}{self.numbers and ': '}{self.numbers}")
+
+    def show(self, done, numbers=None, now=False):
+        """Shows that so much is done, and some numbers: `now`, or if that was some time ago."""
+        self.done, self.numbers = min(done, self.total), self.numbers if numbers is None else numbers
+        if time.time() - self.shown_at < (BAR_INTERVAL if self.in_terminal else LINE_INTERVAL) and not now:
+            return
+        self.shown_at = time.time()
+        if not self.in_terminal:
+            say(f"{time.time() - self.started:7.1f} s  {self.line()}")
+        else:
+            self.bar.n = self.done
+            self.bar.set_postfix_str(self.numbers)
+
+    def line(self):
+        text = f"{self.what}{int(self.done):,} of {self.total:,} {self.unit} ({self.done / self.total:.0%})"
+        if self.done > self.first:
+            left = (self.total - self.done) * (time.time() - self.began) / (self.done - self.first)
+            text += f", {duration(left)} left"
+        return f"{text}: {self.numbers}" if self.numbers else text
+
+
+def duration(seconds):
+    """Roughly, in the largest unit that fits: 42 s, 3 min, 1.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 # ---- networks of earlier runs ----
@@ -434,33 +503,70 @@ def make_folder(args, started):
 class Log:
     """TensorBoard's writer, mirrored by Weights and Biases with --track. What cannot be written is left out."""
 
+    wandb = None
+
     def __init__(self, args, folder, purge_step=None):
         if args.track:
             import wandb
 
-            wandb.init(
-                project=args.wandb_project_name,
-                entity=args.wandb_entity,
-                group=args.wandb_group,
-                name=folder.name,
-                id=folder.name,
-                resume="allow",
-                sync_tensorboard=True,
-                config=asdict(args),
-                save_code=True,
-            )
+            self.wandb = wandb
+            names = {"name": folder.name, "id": folder.name, "resume": "allow"}
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity, "group": args.wandb_group}
+            run = wandb.init(**names, **project, config=asdict(args), save_code=True)
+            run.define_metric("*", step_metric="steps")
+            run.define_metric("pretrain/*", step_metric="pretrain/update")
+            for key in ("eval/win_rate", "eval/episodic_return"):
+                run.define_metric(key, step_metric="steps", summary="max")
         self.folder = folder
+        self.before_steps = 2 * getattr(args, "pretrain_updates", 0)  # rows of pre-training come first
         self.writer = None
         self.failed = False
         self.retry_at = 0.0
         threading.excepthook = functools.partial(_ignore_log_threads, default=threading.excepthook)
         rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
-        self._call("add_text", "hyperparameters", f"|param|value|\n|-|-|\n{rows}", purge_step=purge_step)
+        text = f"|param|value|\n|-|-|\n{rows}"
+        self._write(lambda writer: writer.add_text("hyperparameters", text), purge_step)
 
-    def __getattr__(self, name):  # add_scalar, add_histogram, add_image, flush
-        return functools.partial(self._call, name)
+    def add_scalar(self, key, value, step):
+        self._write(lambda writer: writer.add_scalar(key, value, step))
+        self._mirror(key, step, lambda wandb: float(value))
 
-    def _call(self, name, *args, purge_step=None, **options):
+    def add_histogram(self, key, values, step):
+        self._write(lambda writer: writer.add_histogram(key, values, step))
+        self._mirror(key, step, lambda wandb: wandb.Histogram(values.tolist()))
+
+    def add_image(self, key, image, step):
+        """A picture (height, width, 3)."""
+        self._write(lambda writer: writer.add_image(key, image, step, dataformats="HWC"))
+        self._mirror(key, step, lambda wandb: wandb.Image(image))
+
+    def add_gif(self, key, path, step):
+        """The file as it is: TensorBoard shows it among the images, moving."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        image = Summary.Image(colorspace=3, encoded_image_string=path.read_bytes())
+        summary = Summary(value=[Summary.Value(tag=key, image=image)])
+        self._write(lambda writer: writer.file_writer.add_summary(summary, step))
+        self._mirror(key, step, lambda wandb: wandb.Video(str(path), format="gif"))
+
+    def add_hparams(self, args, keys):
+        """The arguments beside the last values of these keys, for TensorBoard's HParams; wandb has both anyway."""
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in args.items()}
+        summaries = hparams(plain, dict.fromkeys(keys, 0.0))
+        self._write(lambda writer: [writer.file_writer.add_summary(summary) for summary in summaries])
+
+    def _mirror(self, key, step, content):
+        """Rows have numbers of ours: wandb's own would start at 0 again in a run that goes on offline."""
+        if self.wandb is None:
+            return
+        pretraining = key.startswith("pretrain/")
+        place = {"pretrain/update": step} if pretraining else {"steps": step}
+        row = step if pretraining else self.before_steps + step
+        self.wandb.log({key: content(self.wandb), **place}, step=row)
+
+    def _write(self, write, purge_step=None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         if time.time() < self.retry_at:
@@ -468,7 +574,7 @@ class Log:
         try:
             if self.writer is None:
                 self.writer = SummaryWriter(self.folder, purge_step=purge_step)
-            getattr(self.writer, name)(*args, **options)
+            write(self.writer)
             self.failed = False
         except OSError as error:
             self.writer = None  # its thread has ended; a later call opens a new file
@@ -484,6 +590,8 @@ class Log:
         if self.writer is not None:
             with contextlib.suppress(OSError):
                 self.writer.close()
+        if self.wandb is not None:
+            self.wandb.finish()
 
 
 def _ignore_log_threads(args, default):
@@ -517,8 +625,9 @@ class Run:
         if args.resume:
             self.restore()
         self.launched = started
-        self.started = started - self.progress["seconds"]
+        self.started = Progress.started = started - self.progress["seconds"]
         self.stop_requests = []
+        self.bar = None
         self.writer = Log(args, self.folder, self.steps + 1 if args.resume else None)
         for part in state.values():
             part.should_stop = self.should_stop  # asked by what can last
@@ -527,9 +636,7 @@ class Run:
         self.signals = not_ignored()
         for number in self.signals:
             signal.signal(number, lambda number, frame: self.stop_requests.append(number))
-        in_terminal = sys.stderr.isatty()
-        total = self.args.total_timesteps
-        self.bar = tqdm(total=total, initial=self.steps, unit_scale=True, disable=not in_terminal)
+        Graphed.on_call = self.show_progress
         self.save_at = time.time() + self.args.checkpoint_interval
         self.logged_at = time.time()
         self.logged_steps = self.steps
@@ -546,7 +653,8 @@ class Run:
             for number in self.signals:  # once a run is stopped and saved, further signals change nothing
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, signal.SIG_IGN if self.stop_requests else default)
-            self.bar.close()
+            Graphed.on_call = None
+            self._set_bar(None)
             self.writer.close()
             self.lock.release()
         if kind in (FloatingPointError, GameFailed):
@@ -570,6 +678,7 @@ class Run:
 
     def stop(self):
         """Saves the run and ends the program."""
+        self._set_bar(None)
         number = next(iter(self.stop_requests), signal.SIGTERM)  # the time limit counts as SIGTERM
         if not self.save():
             raise Exit(f"stopped at step {self.steps:,} and not saved; {self._last_checkpoint()}", 1)
@@ -590,14 +699,38 @@ class Run:
         unfinished = self.steps < self.args.total_timesteps
         if unfinished:
             self.stop_if_asked(progressed=self.steps > self.first_step)
+            if self.bar is None:
+                self._set_bar("", self.args.total_timesteps, "steps", self.steps)
+                self.round_began = self.logged_at = time.time()
+                self.last_round = 0, 1.0  # steps, seconds
+        else:
+            self._set_bar("final evaluation: ", self.args.final_eval_episodes, "matches")
         return unfinished
+
+    def _set_bar(self, *arguments):
+        """Ends the progress bar, and begins another one."""
+        if self.bar is not None:
+            self.bar.close()
+        self.bar = None if arguments == (None,) else Progress(*arguments)
+        self.rounds_before = getattr(self.state.get("eval_runner"), "rounds", 0)
+
+    def show_progress(self):
+        """Called within rounds. A bar moves on as the last round did; a line has the steps of whole rounds."""
+        if self.bar is None:
+            return
+        if self.bar.unit == "steps":
+            steps, seconds = self.last_round if self.bar.in_terminal else (0, 1.0)
+            self.bar.show(self.steps + steps * min((time.time() - self.round_began) / seconds, 1))
+        elif eval_runner := self.state.get("eval_runner"):
+            self.bar.show((eval_runner.rounds - self.rounds_before) * eval_runner.env.num_envs)
 
     def count(self, steps, episodes):
         before = self.steps
         self.progress["steps"] += steps
         self.progress["episodes"] += episodes
         self.progress["seconds"] = time.time() - self.started
-        self.bar.update(steps)
+        self.last_round = steps, max(time.time() - self.round_began, 1e-3)
+        self.round_began = time.time()
         for share in getattr(self.args, "checkpoint_at", ()):
             if before < share * self.args.total_timesteps <= self.steps:
                 self.save_copy(self.folder / f"at-{share:g}")
@@ -615,7 +748,7 @@ class Run:
         return time.time() - self.logged_at >= self.args.log_interval
 
     def log_episodes(self, returns, lengths, won, valid, epsilon=None):
-        """Logs a round of training episodes, and prints a line where there is no progress bar."""
+        """Logs a round of training episodes, and shows how far the run is."""
         speed = (self.steps - self.logged_steps) / (time.time() - self.logged_at)
         episodic_return = returns[valid].mean().item()
         win_rate = won[valid].float().mean().item()
@@ -634,9 +767,7 @@ class Run:
             charts |= {f"charts/episodic_return_{seat}": value for seat, value in enumerate(by_seat)}
         self.log(charts)
         line = f"return {episodic_return:.2f}, won {win_rate:.0%}, {speed:,.0f} steps/s"
-        self.bar.set_postfix_str(line)
-        if self.bar.disable:
-            say(f"{self.progress['seconds']:7.1f} s  {self.steps:12,} steps  {line}")
+        self.bar.show(self.steps, line, now=True)
         self.logged_at = time.time()
         self.logged_steps = self.steps
 
@@ -664,14 +795,9 @@ class Run:
         groups |= self._encounters()
         self.progress |= {"seconds": time.time() - self.started, "complete": True}
         saved = self.save()
-        final = {
-            "win_rate": won.float().mean().item(),
-            "win_rate_interval": wilson_interval(int(won.sum()), len(won)),
-            "episodic_return": returns.mean().item(),
-            "returns_by_agent": returns.mean(0).tolist(),
-            "episodic_length": lengths.float().mean().item(),
-            "episodes": len(won),
-        }
+        final = summary_of(returns, lengths, won)
+        script = self._best_script()
+        self._set_bar(None)
         best = {
             key: max([final[key], *(evaluation[key] for evaluation in self.progress["evals"])])
             for key in ("win_rate", "episodic_return")
@@ -683,6 +809,7 @@ class Run:
             "command": " ".join(sys.argv),
             "final": final,
             "best": best,
+            **({"best_script": script} if script else {}),
             **self.progress,
             "updates": self.learner.updates,
             "versions": versions(),
@@ -692,12 +819,46 @@ class Run:
         }
         saved = write_json(results, self.folder / "results.json") and saved
         self.log({f"eval/{key}": final[key] for key in best})
+        figures = {"final": final, "best": best, **({"best_script": script} if script else {})}
+        figures = {f"{group}/{key}": content[key] for group, content in figures.items() for key in best}
+        self.log(figures)
+        self.writer.add_hparams(asdict(self.args), figures)
         low, high = final["win_rate_interval"]
         print(f"{self.progress['seconds']:.1f} s, {self.steps:,} steps, {self.learner.updates:,} updates")
-        share = f"{final['win_rate']:.1%} ({low:.1%} to {high:.1%})"
-        print(f"of {len(won)} greedy matches won {share}, return {final['episodic_return']:.2f}")
+        share = f"{final['win_rate']:.1%} ({100 * low:.1f} to {100 * high:.1f})"
+        line = f"of {len(won)} greedy matches won {share}, return {final['episodic_return']:.2f}"
+        if script:
+            seats = "its seat" if returns.shape[1] == 1 else "its seats"
+            line += "; `{policy}` in {}: {win_rate:.1%}, return {episodic_return:.2f}".format(seats, **script)
+        print(line)
+        if self.args.capture_video:
+            self.record_video()
         if not saved:
             raise Exit(f"the results could not be written to {self.folder}", 1)
+
+    def _best_script(self):
+        """What the best scripted policy wins in the learner's seats, in the matches of the last evaluation.
+
+        None where nobody else plays, where there is no script, and in the real game, whose matches do not repeat.
+        """
+        runner = self.state.get("eval_runner")
+        if not (runner and getattr(runner.team, "used", ()) and runner.env.simulated and runner.env.policies):
+            return None
+        found = []
+        for policy in runner.env.default_others or runner.env.policies:
+            stand_in = EpisodeRunner(runner.env, runner.team, ScriptedPlayer(runner.env, policy))
+            stand_in.load_state_dict(runner.before_evaluation)
+            found.append({"policy": policy, **summary_of(*stand_in.evaluate(self.args.final_eval_episodes))})
+        return max(found, key=lambda summary: (summary["win_rate"], summary["episodic_return"]))
+
+    def record_video(self):
+        """Writes and logs match.gif: a match of the final policy, in the team of the run."""
+        from envs import play  # it draws, which other runs do not need
+
+        script, args = checkpoints.script_of(self.folder)
+        path = self.folder / "match.gif"
+        play.record(load_runner(self.folder, script.make_env(args, 1, self.env.device, "video")), path)
+        self.writer.add_gif("eval/match", path, self.steps)
 
     # ---- checkpoints ----
     def save_due(self):

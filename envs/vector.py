@@ -256,7 +256,7 @@ def keep(dispatcher):
             config.CACHE_DIR = folder
     cache = dispatcher._cache
     cache._cache_file = _Files(cache.cache_path, dispatcher.py_func.__name__, cache._cache_file._dump)
-    cache.load_overload, cache.save_overload = _or_none(cache.load_overload), _or_none(cache.save_overload)
+    cache.load_overload, cache.save_overload = _announced(cache.load_overload), _or_none(cache.save_overload)
     return dispatcher
 
 
@@ -266,6 +266,23 @@ def _or_none(function):
             return function(*args)
 
     return tried
+
+
+def _announced(load):
+    """`load`, and a word about the wait where nothing is found, once in a process: what is compiled now is kept."""
+
+    def loaded(*args):
+        found = _or_none(load)(*args)
+        if found is None:
+            _announce_compilation()
+        return found
+
+    return loaded
+
+
+@functools.cache
+def _announce_compilation():
+    print("compiling, for half a minute at the first use of an environment ...", file=sys.stderr, flush=True)
 
 
 def rebind(function, name, **names):

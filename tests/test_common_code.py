@@ -133,7 +133,7 @@ def test_options_of_the_pretraining_are_those_of_omg():
     assert {"Args.latent_dim", "Args.inference", "Args.predict", "Args.kl_weight"} <= shared
     different = {key for key in shared if one[key] != other[key]}
     assert different <= {
-        "Args.team", "Args.num_envs", "Args.batch_size", "Args.pretrain_timesteps", "Args.pretrain_updates",
+        "Args.team", "Args.num_envs", "Args.batch_size", "Args.pretrain_timesteps",
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ PAGES = [
 SCRIPT_FILES = [f"{name}.py" for name in (*ALL_SCRIPTS, "pretrain_cvae", "evaluate", "strangers", "sweep", "paper")]
 PROGRAMS = [*SCRIPT_FILES, "envs/play.py", *(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-KEY = re.compile(r"`((?:charts|losses|eval|brdiv|omg?|pretrain)/\w+(?:/\w+)?)`")
+KEY = re.compile(r"`((?:charts|losses|eval|final|best|best_script|brdiv|omg?|pretrain)/\w+(?:/\w+)?)`")
 OF_OTHER_PROGRAMS = re.compile(r"\b(?:tensorboard|ray start|ruff check) [^#`\n]*")
 EXAMPLES = {"--help", "--my-option"}
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,7 +120,8 @@ def logged_keys(complete_run, tmp_path_factory):
     def get(name):
         if name in ("omg_iql", "pretrain_cvae"):  # pre-training logs something every 100 updates
             folder = tmp_path_factory.mktemp(name)
-            names = train(name, folder, env_id="stag_hunt_4x4", pretrain_updates=100)
+            video = {"capture_video": True} if name == "omg_iql" else {}  # and it is the one with a video
+            names = train(name, folder, env_id="stag_hunt_4x4", pretrain_updates=100, **video)
         else:
             names = complete_run(name, "stag_hunt_4x4")
         folder = names["folder"] if name == "pretrain_cvae" else names["run"].folder

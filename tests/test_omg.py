@@ -186,14 +186,18 @@ def test_pretraining_is_measured_on_episodes_that_it_does_not_learn_from(monkeyp
             return super().play(epsilon)
 
     env, vae_states, cvae_rounds = env_spec(), [], set()
-    learner = make_learner(env, pretrain_timesteps=3 * sum(reference.LENGTHS), pretrain_updates=10)
+    learner = make_learner(env, pretrain_timesteps=3 * sum(reference.LENGTHS), pretrain_updates=20)
     update_vae, update_cvae = pretrain_cvae.Pretraining.update_vae, pretrain_cvae.Pretraining.update_cvae
+    held_out, errors = [], pretrain_cvae.Pretraining.errors
+    monkeypatch.setattr(
+        pretrain_cvae.Pretraining,
+        "errors",
+        lambda self, states, episodes: held_out.extend((states, episodes["obs"])) or errors(self, states, episodes),
+    )
     monkeypatch.setattr(
         pretrain_cvae.Pretraining,
         "update_vae",
-        lambda self, states, held_out, log: (
-            vae_states.append((states, held_out)) or update_vae(self, states, held_out, log)
-        ),
+        lambda self, states: vae_states.append(states) or update_vae(self, states),
     )
     monkeypatch.setattr(
         pretrain_cvae.Pretraining,
@@ -203,34 +207,25 @@ def test_pretraining_is_measured_on_episodes_that_it_does_not_learn_from(monkeyp
         ),
     )
     pretrain(learner, Rounds(random_batch(env)))
-    states, held_out = vae_states[0]
-    assert states.min() < 1500 < 1900 < states.max() < 2500 < held_out.min()
-    assert len(vae_states) == 10 and cvae_rounds == {1, 2}
+    states = vae_states[0]
+    assert states.min() < 1500 < 1900 < states.max() < 2500 < min(values.min() for values in held_out)
+    assert len(vae_states) == 20 and cvae_rounds == {1, 2}
 
 
-@pytest.mark.parametrize(
-    ("losses", "updates"),
-    [
-        ([5.0] * 60, 1100),  # ten checks without a better one
-        ([5.0] * 9 + [4.0] * 60, 2000),  # a plateau is not the end
-        pytest.param([5 * 0.995**k for k in range(60)], 5000, marks=pytest.mark.slow),  # 1% in every other check
-        ([1.0, *(5.0 - 0.01 * k for k in range(60))], 1100),  # better than the last ones, not than the best
-    ],
-    ids=["flat", "plateau", "slow", "worse"],
-)
-def test_pretraining_stops_when_it_gains_less_than_1_percent_in_1000_updates(losses, updates, monkeypatch):
-    env, left = env_spec(), list(losses)
-    learner = make_learner(env, paper=True, pretrain_timesteps=1, pretrain_updates=5000)
-    taken, tensor = [], torch.zeros((), requires_grad=True)
+def test_the_learning_rate_of_the_vae_rises_and_falls(monkeypatch):
+    """To six times the model's after a tenth of the updates, then to 0; that of the CVAE stays."""
+    env, step, rates = env_spec(), pretrain_cvae.Pretraining.step, []
 
-    def vae_loss(args, vae, states):
-        return (tensor if torch.is_grad_enabled() else torch.tensor(left.pop(0))), tensor, tensor
+    def recorded_step(self, optimizer, loss):
+        rates.append(optimizer.param_groups[0]["lr"])
+        step(self, optimizer, loss)
 
-    monkeypatch.setattr(pretrain_cvae, "vae_loss", vae_loss)
-    step = pretrain_cvae.Pretraining.step
-    monkeypatch.setattr(pretrain_cvae.Pretraining, "step", lambda *args: taken.append(1) or step(*args))
+    monkeypatch.setattr(pretrain_cvae.Pretraining, "step", recorded_step)
+    learner = make_learner(env, model_learning_rate=0.01, pretrain_timesteps=1, pretrain_updates=100)
     pretrain(learner, RecordedRunner(random_batch(env)))
-    assert len(taken) == updates
+    assert rates[:10] == sorted(rates[:10]) and rates[10:100] == sorted(rates[10:100], reverse=True)
+    assert rates[0] < 0.001 and max(rates) == pytest.approx(0.06, rel=0.1) and 0 < rates[99] < 0.001
+    assert rates[100:] == [0.01] * 10
 
 
 @pytest.mark.parametrize("paper", [False, True])
@@ -768,7 +763,7 @@ def test_what_pretraining_writes(pretrained):
     assert saved["errors"].keys() == {"recon", "kl", "inference", "states"}
     assert {key: found[key] for key in saved["errors"]} == saved["errors"] and saved["errors"]["recon"] > 0
     events = EventAccumulator(str(folder)).Reload().Tags()
-    assert set(events["scalars"]) == {"pretrain/recon", "pretrain/kl"}
+    assert set(events["scalars"]) == {"pretrain/recon", "pretrain/kl", "pretrain/inference"}
 
 
 @pytest.mark.slow
@@ -855,9 +850,9 @@ def not_stopped(tmp_path_factory):
     return train("omg_iql", tmp_path_factory.mktemp("whole"), **STOPPED)["run"].folder
 
 
-@pytest.mark.parametrize("update", [7, 22, *(pytest.param(update, marks=pytest.mark.slow) for update in (1, 20, 24))])
+@pytest.mark.parametrize("update", [7, 21, *(pytest.param(update, marks=pytest.mark.slow) for update in (1, 20, 22))])
 def test_a_run_stopped_in_pretraining_goes_on_there(update, not_stopped, tmp_path, monkeypatch):
-    """20 updates of the VAE and 4 of the CVAE; the result is that of a run that was not stopped."""
+    """20 updates of the VAE and 2 of the CVAE; the result is that of a run that was not stopped."""
     step, updates = pretrain_cvae.Pretraining.step, []
 
     def counted_step(self, optimizer, loss):
@@ -872,7 +867,7 @@ def test_a_run_stopped_in_pretraining_goes_on_there(update, not_stopped, tmp_pat
         saved = checkpoints.read_run(folder)
         assert saved["progress"]["steps"] == 0 and len(updates) == update
         train("omg_iql", tmp_path / "stopped", resume=folder, **STOPPED)
-    assert updates == list(range(1, 25))
+    assert updates == list(range(1, 23))
     assert_same_weights(model_of(folder), model_of(not_stopped))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -23,13 +25,15 @@ import torch
 import tyro
 from PIL import Image
 from scripts import ALL_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS, command_line, read_log, resume_file, stopped, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import envs
 import iql
+import omg_iql
 from envs import checkpoints, files, runs
 from envs.battle import Battle
 from envs.checkpoints import read
-from envs.episodes import load_runner
+from envs.episodes import EpisodeRunner, ScriptedPlayer, load_runner
 from envs.starcraft2 import StarCraft2
 from envs.team import Team, read_pool
 
@@ -135,10 +139,94 @@ def test_runs_with_other_options(name, options, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_video_of_the_final_policy(tmp_path):
-    names = train("iql", tmp_path, total_timesteps=1, capture_video=True, env_id="stag_hunt_4x4")
-    with Image.open(names["run"].folder / "match.gif") as video:
+def test_a_video_of_the_final_policy_and_the_figures_are_in_tensorboard(tmp_path):
+    names = train("iql", tmp_path, total_timesteps=1, capture_video=True, env_id="stag_hunt_4x4", team="3NS1learner")
+    folder = names["run"].folder
+    with Image.open(folder / "match.gif") as video:
         assert video.n_frames > 1
+    events = EventAccumulator(str(folder)).Reload()
+    assert events.Images("eval/match")[0].encoded_image_string == (folder / "match.gif").read_bytes()
+    results = json.loads((folder / "results.json").read_text())
+    for group in ("final", "best", "best_script"):
+        for key in ("win_rate", "episodic_return"):
+            assert events.Scalars(f"{group}/{key}")[0].value == pytest.approx(results[group][key])
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= events.summary_metadata.keys()
+
+
+@pytest.mark.parametrize("encounter", [1, 3])
+def test_the_best_script_plays_the_matches_of_the_evaluation(encounter):
+    """Against evaluations of their own, from the same seed, with each script in the learner's seat."""
+    results = {}
+    for policy in ("NS", "NH", "RAND"):
+        env = envs.make("stag_hunt_4x4", num_envs=8, seed=3)
+        team = Team(env, "1NS2NH1learner", seed=4, encounter=encounter)
+        runner = EpisodeRunner(env, team, ScriptedPlayer(env, policy))
+        for count in (10, 20):  # it is about the second
+            evaluated = runner.evaluate(count)
+        results[policy] = runs.summary_of(*evaluated)
+    found = runs.Run._best_script(SimpleNamespace(state={"eval_runner": runner}, args=iql.Args(final_eval_episodes=20)))
+    best = max(results, key=lambda policy: (results[policy]["win_rate"], results[policy]["episodic_return"]))
+    assert found == {"policy": best, **results[best]} and len({str(result) for result in results.values()}) == 3
+    runner.team.used = []  # nobody else plays
+    assert runs.Run._best_script(SimpleNamespace(state={"eval_runner": runner})) is None
+
+
+def test_the_last_line_says_what_the_learner_is_worth(tmp_path, capsys):
+    folder = train("iql", tmp_path, team="2nearest1learner")["run"].folder
+    results = json.loads((folder / "results.json").read_text())
+    final, script = results["final"], results["best_script"]
+    low, high = final["win_rate_interval"]
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"of 6 greedy matches won {final['win_rate']:.1%} ({100 * low:.1f} to {100 * high:.1f}), return "
+        f"{final['episodic_return']:.2f}; `{script['policy']}` in its seat: {script['win_rate']:.1%}, return "
+        f"{script['episodic_return']:.2f}"
+    )
+
+
+# ---- progress ----
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_in_a_file_is_a_line_every_few_seconds(monkeypatch, capsys):
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(runs.Progress, "started", 990.0)
+    with runs.Progress("playing: ", 2000, "steps", 400) as progress:
+        for done in range(600, 2001, 200):
+            now[0] += 2
+            progress.show(done, f"error {done / 1000}")
+    assert capsys.readouterr().out.splitlines() == [
+        "   14.0 s  playing: 800 of 2,000 steps (40%), 12 s left: error 0.8",
+        "   18.0 s  playing: 1,200 of 2,000 steps (60%), 8 s left: error 1.2",
+        "   22.0 s  playing: 1,600 of 2,000 steps (80%), 4 s left: error 1.6",
+        "   26.0 s  playing: 2,000 of 2,000 steps (100%), 0 s left: error 2.0",
+        "playing: 2,000 steps, 16 s: error 2.0",
+    ]
+    assert [runs.duration(seconds) for seconds in (0.4, 99, 100, 5999, 6000)] == [
+        "0 s",
+        "99 s",
+        "2 min",
+        "100 min",
+        "1.7 h",
+    ]
+
+
+def test_progress_in_a_terminal_is_one_bar_that_moves_within_a_round(tmp_path, monkeypatch, capsys):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(runs, "BAR_INTERVAL", 0.0)
+    names = train("omg_iql", tmp_path, env_id="stag_hunt_4x4", total_timesteps=400, log_interval=1e9)
+    shown = [part for part in re.split(r"[\r\n]", terminal.getvalue()) if "steps [" in part and "Pre" not in part]
+    rounds = names["run"].progress["episodes"] / 4
+    assert len({re.search(r"\| *([\d.k]+)/", part)[1] for part in shown}) > rounds  # moves within them
+    assert all(terminal.getvalue().count(f"{what}: 100%") <= 3 for what in ("VAE", "CVAE"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in lines if line.startswith("Pre-training")] == [
+        "Pre-training, play of the others", "Pre-training, VAE", "Pre-training, CVAE",
+    ]  # fmt: skip
+    assert not any("% " in line or " left" in line for line in lines[:-1])
 
 
 def test_without_a_gpu_a_run_uses_the_cpu_and_says_so(tmp_path, monkeypatch, capsys):
@@ -919,14 +1007,60 @@ def test_wandb_is_not_needed(tmp_path):
     subprocess.run([sys.executable, *words], env=variables, check=True, cwd=ROOT)
 
 
+def wandb_records(file, block=2**15):
+    """Of an offline run, a log as LevelDB has it: its rows by number, what metrics are drawn against, its summary."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, content = file.read_bytes(), 7, b""
+    rows, axes, summary = {}, {}, {}
+    while place + 7 <= len(data):
+        if block - place % block < 7:  # no room for a header
+            place += block - place % block
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        content += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record, content = Record.FromString(content), b""
+            items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            rows |= {int(items["_step"]): items} if items else {}
+            axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+            summary |= {"/".join(item.nested_key) or item.key: item.value_json for item in record.summary.update}
+    return rows, axes, summary
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-def test_wandb_mirrors_the_log(tmp_path):
+def test_wandb_mirrors_the_log_and_a_run_that_goes_on_goes_on_there(tmp_path):
     variables = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    words = command_line("iql", tmp_path / "runs", {"track": True})
-    subprocess.run([sys.executable, *words], env=variables, check=True, cwd=ROOT)
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"losses/td_loss" in file.read_bytes()
+    words = command_line("iql", tmp_path / "runs", {"env_id": "stag_hunt_4x4", "team": "3NS1learner"})
+    for more in (["--time-limit", "0.1"], []):  # stops after a round
+        more += ["--track", "--capture-video", "--log-interval", "0"]
+        subprocess.run([sys.executable, *words, *more], env=variables, cwd=ROOT)
+        (folder,) = (tmp_path / "runs").iterdir()
+        words = [words[0], "--resume", str(folder)]
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
+    (first, _, _), (rows, axes, summary) = map(wandb_records, files)
+    assert 0 < min(first) <= max(first) < min(rows)
+    assert axes["*"] == axes["eval/win_rate"] == "steps" and axes["pretrain/*"] == "pretrain/update"
+    assert all(row["steps"] == str(number) for number, row in rows.items())
+    assert list(files[1].parent.glob("files/media/videos/eval/match*.gif"))
+    assert {"losses/td_loss", "charts/win_rate"} <= {key for row in rows.values() for key in row}
+    results = json.loads((folder / "results.json").read_text())
+    for group in ("final", "best", "best_script"):
+        for key in ("win_rate", "episodic_return"):
+            assert float(summary[f"{group}/{key}"]) == pytest.approx(results[group][key])
+
+
+def test_rows_of_pretraining_come_before_the_steps_in_wandb(tmp_path):
+    log, logged = runs.Log(omg_iql.Args(pretrain_updates=100), tmp_path), []
+    log.wandb = SimpleNamespace(log=lambda row, step: logged.append((row, step)), finish=lambda: None)
+    log.add_scalar("pretrain/kl", 3.0, 110)
+    log.add_scalar("charts/SPS", 5.0, 7)
+    log.close()
+    (row, number), (next_row, next_number) = logged
+    assert row == {"pretrain/kl": 3.0, "pretrain/update": 110} and next_row == {"charts/SPS": 5.0, "steps": 7}
+    assert number < next_number
 
 
 def test_random_numbers_depend_on_the_seed_and_the_purpose():
