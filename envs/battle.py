@@ -47,6 +47,7 @@ from envs.battle_rules import (
     NORTH,
     ORDER,
     PROVOKED,
+    RANGE,
     REAL,
     SHIELD,
     SHOOTER,
@@ -169,7 +170,7 @@ class Battle(Batch):
     """Matches on one map. docs/battles.md describes the rules and the options; envs.make builds one."""
 
     policies = POLICIES
-    default_others = ("nearest", "weakest", "kite")
+    default_others = ("nearest", "weakest")  # and kite where it helps, see __init__
     hit_distance = 1.0  # how near a predicted place must be to count as right
 
     def __init__(
@@ -212,6 +213,8 @@ class Battle(Batch):
         kinds, facts = build_units(spec, groups, ground)
         stat = np.stack([facts[name.lower()] for name in STAT])
         allies = sum(count for count, _, _ in groups[0])
+        if stat[RANGE, :allies].min() > stat[RANGE, allies:].max():  # else stepping back is giving up
+            self.default_others = (*self.default_others, "kite")
         enemies = len(kinds) - allies
         actions = ATTACK + enemies
         types, ally_shield, enemy_shield = (

@@ -31,6 +31,7 @@ from envs.vector import draw, scalar
 
 POLICIES = ("nearest", "weakest", "kite", "random", "hold")
 NEAREST, WEAKEST, KITE, RANDOM, HOLD = range(len(POLICIES))
+MELEE = 1.0  # the range from which a unit shoots
 
 
 @scalar
@@ -89,7 +90,7 @@ def scripted_action(m, a, policy, avail, g):
         return ATTACK + foe - g.rule.allies if reached else STOP
     if policy == KITE and g.real[COOLDOWN, m, a] > ZERO and squared_distance(m, a, foe, X, g) <= SHOOT * SHOOT:
         return step_towards(m, a, g.real[X, m, a] - g.real[X, m, foe], g.real[Y, m, a] - g.real[Y, m, foe], avail)
-    if policy == WEAKEST:
+    if policy == WEAKEST and g.stat[RANGE, a] >= MELEE:  # who has to walk up to its target takes the nearest
         least = FAR
         for v in range(g.rule.allies, g.rule.units):
             if avail[m, a, ATTACK + v - g.rule.allies] and can_hit(a, v, g):

@@ -268,7 +268,7 @@ def test_roster_and_seat_have_defaults():
     env = OneLearnerVector("3m", num_envs=20)
     env.reset(seed=0)
     seats, policies = drawn(env)
-    assert set(seats) == {0} and {policy for row in policies for policy in row} == {"nearest", "weakest", "kite"}
+    assert set(seats) == {0} and {policy for row in policies for policy in row} == {"nearest", "weakest"}
     hunt = OneLearnerVector("stag_hunt_4x4", num_envs=20)
     hunt.reset(seed=0)
     assert {policy for row in drawn(hunt)[1] for policy in row} == {"NS", "NH", "RAND"}

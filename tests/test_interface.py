@@ -630,6 +630,12 @@ def test_weakest_attacks_the_lowest_health_in_reach():
     assert skirmish(enemy_health=(45.0, 20.0, 30.0)).scripted_actions("weakest").tolist() == [[ATTACK + 1] * 3]
     far_and_weak = skirmish(enemy_health=(45.0, 20.0, 30.0), enemy_x=(13.0, 25.0, 14.0))
     assert far_and_weak.scripted_actions("weakest").tolist() == [[ATTACK + 2] * 3]
+    env = envs.make("2s3z", num_envs=20)
+    env.reset()
+    play(env, 4, "nearest")
+    env.set_units(health=env.units()["health"] / torch.arange(1, 11))
+    differs = (env.scripted_actions("weakest").clone() != env.scripted_actions("nearest")).any(0).tolist()
+    assert differs == [kind == "stalker" for kind in env.unit_kinds[:5]]  # zealots would have to walk up to it
 
 
 def test_kite_shoots_and_steps_back_while_reloading():

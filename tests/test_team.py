@@ -68,7 +68,12 @@ def test_seats_are_in_the_order_of_the_spec_rotated():
 
 
 @pytest.mark.parametrize(
-    ("env_id", "scripted"), [("8m", {"nearest", "weakest", "kite"}), ("stag_hunt_4x4", {"RAND", "NS", "NH"})]
+    ("env_id", "scripted"),
+    [
+        ("8m", {"nearest", "weakest"}),
+        ("3s_vs_5z", {"nearest", "weakest", "kite"}),
+        ("stag_hunt_4x4", {"RAND", "NS", "NH"}),
+    ],
 )
 def test_without_a_spec_one_learner_is_among_the_scripted(env_id, scripted):
     team = make(None, env_id=env_id)
