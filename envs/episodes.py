@@ -131,7 +131,6 @@ class EpisodeRunner:
         if env.encounters > 1 and "encounter" not in fields:
             fields = (*fields, "encounter")
         self.rounds = 0
-        self.before_evaluation = {}  # the state before the last evaluation
         self.match_returns = {}  # by the number of a match in its encounter, of the last evaluation
         self.env = env
         self.team = team
@@ -292,7 +291,6 @@ class EpisodeRunner:
         """
         results, by_match = [], {}
         played, encounter = 0, self.team.encounter
-        self.before_evaluation = self.state_dict()
         while played < count or self.rounds % encounter:
             *numbers, valid = self.play()
             results.append([tensor[valid].cpu() for tensor in numbers])

@@ -705,6 +705,7 @@ class Run:
                 self.last_round = 0, 1.0  # steps, seconds
         else:
             self._set_bar("final evaluation: ", self.args.final_eval_episodes, "matches")
+            self.before_evaluation = self.state["eval_runner"].state_dict() if "eval_runner" in self.state else {}
         return unfinished
 
     def _set_bar(self, *arguments):
@@ -847,7 +848,7 @@ class Run:
         found = []
         for policy in runner.env.default_others or runner.env.policies:
             stand_in = EpisodeRunner(runner.env, runner.team, ScriptedPlayer(runner.env, policy))
-            stand_in.load_state_dict(runner.before_evaluation)
+            stand_in.load_state_dict(self.before_evaluation)
             found.append({"policy": policy, **summary_of(*stand_in.evaluate(self.args.final_eval_episodes))})
         return max(found, key=lambda summary: (summary["win_rate"], summary["episodic_return"]))
 

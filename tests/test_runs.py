@@ -161,10 +161,12 @@ def test_the_best_script_plays_the_matches_of_the_evaluation(encounter):
         env = envs.make("stag_hunt_4x4", num_envs=8, seed=3)
         team = Team(env, "1NS2NH1learner", seed=4, encounter=encounter)
         runner = EpisodeRunner(env, team, ScriptedPlayer(env, policy))
-        for count in (10, 20):  # it is about the second
-            evaluated = runner.evaluate(count)
-        results[policy] = runs.summary_of(*evaluated)
-    found = runs.Run._best_script(SimpleNamespace(state={"eval_runner": runner}, args=iql.Args(final_eval_episodes=20)))
+        runner.evaluate(10)
+        before = runner.state_dict()
+        results[policy] = runs.summary_of(*runner.evaluate(20))
+    args = iql.Args(final_eval_episodes=20)
+    run = SimpleNamespace(state={"eval_runner": runner}, args=args, before_evaluation=before)
+    found = runs.Run._best_script(run)
     best = max(results, key=lambda policy: (results[policy]["win_rate"], results[policy]["episodic_return"]))
     assert found == {"policy": best, **results[best]} and len({str(result) for result in results.values()}) == 3
     runner.team.used = []  # nobody else plays
