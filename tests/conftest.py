@@ -1,4 +1,5 @@
 import gc
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,32 @@ from envs import vector
 
 # Environments are compiled for one thread only: for several, which play the same, they would be compiled again.
 SERIAL_BELOW, vector.SERIAL_BELOW = vector.SERIAL_BELOW, 10**9
+
+
+COMPILE = """
+import envs
+from envs import vector
+usual = vector.SERIAL_BELOW
+for name in ("foraging_orders", "popp", "snowdrift_4x4", "coin_game", "matrix_ipd", "kuhn", "stag_hunt", "3m"):
+    vector.SERIAL_BELOW = usual if name == "3m" else 10**9  # battles are tested on threads too
+    env = envs.make(name, num_envs=8)
+    env.reset()
+    env.scripted_actions(env.policies[0])
+"""
+
+
+def pytest_collection_finish(session):
+    """For many tests, another process compiles the environments too: those first that the tests come to last."""
+    if len(session.items) > 1000 and not session.config.option.collectonly:
+        folder, nowhere = Path(__file__).parent.parent, subprocess.DEVNULL
+        command = [sys.executable, "-c", COMPILE]
+        session.compiler = subprocess.Popen(command, cwd=folder, stdout=nowhere, stderr=nowhere)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session, "compiler"):
+        session.compiler.kill()
+        session.compiler.wait()
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def compare(name, episodes, seed=0):
     return taken, cleared
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [SIZES[0], *SIZES[-3:]])
 def test_the_package_plays_the_same(name):
     taken, _ = compare(name, 12)
     assert taken >= 12

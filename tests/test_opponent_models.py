@@ -270,7 +270,7 @@ def test_a_loaded_run_plays_as_it_did_when_it_was_saved(name, tmp_path):
     torch.save({**content, "args": asdict(learner.args), **NOT_TRAINED}, tmp_path / "checkpoint.pt")
     env = envs.make("stag_hunt_4x4", num_envs=6)
     loaded, used = load_runner(tmp_path, env), set()
-    for episode in range(3):
+    for episode in range(2):
         runner.env.reset(seed=episode)
         env.reset(seed=episode)
         runner.play(0.0)

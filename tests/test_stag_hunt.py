@@ -468,8 +468,8 @@ class World:
     ("name", "options"),
     [
         ("stag_hunt", {}),
-        ("stag_hunt", {"view_radius": 2}),
-        ("stag_hunt_4x4", {"view_radius": 0}),
+        pytest.param("stag_hunt", {"view_radius": 2}, marks=pytest.mark.slow),
+        pytest.param("stag_hunt_4x4", {"view_radius": 0}, marks=pytest.mark.slow),
         ("stag_hunt_5x3_2h2s", {"n_agents": 3, "pieces": 1, "view_radius": 1}),
         ("stag_hunt_2x3_2h1s", {"n_agents": 5}),
     ],

@@ -421,6 +421,7 @@ def test_replay(world, tmp_path, monkeypatch):
     assert not env._info["invalid"].any()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_replay_that_hangs_costs_the_match(world):
     (world.notes / "hang_replay").write_text("yes")
@@ -561,7 +562,7 @@ def test_stop_is_asked_for_in_every_step(world):
     assert env.steps.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("hanging", ["every_step", "hang_resets"])
+@pytest.mark.parametrize("hanging", ["every_step", pytest.param("hang_resets", marks=pytest.mark.slow)])
 def test_stop_is_asked_for_while_a_game_hangs(world, monkeypatch, hanging):
     (world.notes / hanging).write_text("hang")
     monkeypatch.setattr(starcraft2_worker, "SECONDS_TO_CLOSE", 1.0)  # then it is killed

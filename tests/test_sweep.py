@@ -763,7 +763,9 @@ def read_table(text, head, keys):
     return found
 
 
-@pytest.mark.parametrize(("env_id", "mates"), [("8m", 7), ("2c_vs_64zg", 1), ("stag_hunt_4x4", 3)])
+@pytest.mark.parametrize(
+    ("env_id", "mates"), [("8m", 7), pytest.param("2c_vs_64zg", 1, marks=pytest.mark.slow), ("stag_hunt_4x4", 3)]
+)
 def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, capsys, moved, env_id, mates):
     words = ["--map", env_id, "--seeds", "2", "--pool-runs", "3", "--test-runs", "2", "--out", str(tmp_path / "all")]
     args = paper.tyro.cli(paper.Args, args=words)

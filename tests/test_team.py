@@ -301,7 +301,7 @@ def test_stacked_runs_act_as_their_scripts_play_them(pool, mix):
     compare_with_scripts(team)
 
 
-@pytest.mark.parametrize("mix", [False, True])
+@pytest.mark.parametrize("mix", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_runs_of_other_layouts_act_as_their_scripts_play_them(pool, tmp_path, mix):
     """Each with its own player, among stacked ones. The model of OMG is one without noise here."""
     for name, options in (("naive_om_iql", {}), ("liam_iql", {}), ("omg_iql", {"inference": "mlp"})):
