@@ -286,6 +286,14 @@ class Batch:
     simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
     passed_on = ()  # options that go to another package as they are
     ranges: ClassVar = {}  # (least, most) of tensors of the simulation by name: numbers, or tensors that broadcast
+    match_axis: ClassVar = {}  # which axis of a tensor of the simulation is that of the matches, where it is not 0
+    goals = ()  # what an agent may want to reach, by name, where the environment has a `goal_reached`
+    grid = None  # (rows, columns, channels), where observations begin with such a grid, row by row
+
+    def __new__(cls, name, num_envs=1, *arguments, **options):
+        batch = super().__new__(cls)
+        batch._made_with = name, arguments, options  # for another one like it
+        return batch
 
     def __init__(
         self,
@@ -520,6 +528,32 @@ class Batch:
                 raise ValueError(f"the snapshot does not fit: {key}[{index}] is true, but not in its simulation")
         self._started = True
         return self._shown()
+
+    def fork(self, num_envs):
+        """Another batch of such matches, without autoreset and encounters, for `load`: to look ahead in single ones."""
+        if not self.simulated:
+            raise ValueError(f"{self.name}: matches of the real game cannot be copied")
+        name, arguments, options = self._made_with
+        options = {**options, "autoreset": False, "encounters": 1, "check": False}
+        batch = type(self)(name, num_envs, *arguments, **options)
+        batch.name = self.name
+        return batch
+
+    def match_state(self):
+        """What the next step of every match depends on, by name: the tensors themselves, matches first."""
+        state = {name: tensor.movedim(self.match_axis.get(name, 0), 0) for name, tensor in self._simulation.items()}
+        return state | {name: self._outputs[name] for name in ("avail", "alive")}
+
+    def load(self, state, rows, look=True):
+        """Copies matches `rows` (num_envs,) of such a `state` into this batch, on the device and without a check.
+
+        With look=False what is seen follows with the next step only.
+        """
+        for name, tensor in self.match_state().items():
+            torch.index_select(state[name], 0, rows, out=tensor)
+        self._started = True
+        if look:
+            self._run(LOOK)
 
     def _put(self, snapshot):
         for key, tensor in {**self._simulation, **self._outputs}.items():

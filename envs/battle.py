@@ -11,6 +11,7 @@ matches with options. docs/battles.md has the rules in words.
 """
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -172,6 +173,7 @@ class Battle(Batch):
     policies = POLICIES
     default_others = ("nearest", "weakest")  # and kite where it helps, see __init__
     hit_distance = 1.0  # how near a predicted place must be to count as right
+    match_axis: ClassVar = {"real": 1, "whole": 1}  # fields first
 
     def __init__(
         self,

@@ -17,6 +17,9 @@ and may have
     forget()                the others are new
     fields                  the fields that `analyse(episodes)`, which returns metrics, needs
     goals(env, seat)        predicted places to mark in a picture
+    observe(action, over)   called after each step with everybody's actions (matches, n_agents) and which matches are
+                            over (matches,)
+    own_graphs              true: it captures what it does by itself, so that a step cannot be captured
 """
 
 import gc
@@ -52,6 +55,7 @@ class Inputs(NamedTuple):
     all_last_action: torch.Tensor  # (matches, n_agents)
     seat: torch.Tensor  # (matches, seats), which seats these are
     running: torch.Tensor | None = None  # (matches,), whether a match goes on; None for team-mates
+    match: torch.Tensor | None = None  # (matches,), which matches of the environment these are; None: all, in order
 
 
 class Graphed:
@@ -155,9 +159,15 @@ class EpisodeRunner:
         self.running = torch.zeros_like(env.terminated)
         self.lengths = torch.zeros_like(env.actions[:, 0])
         self.team_last_action = torch.zeros_like(env.actions) if env.encounters > 1 else self.last_action
-        self.play_chunk = Graphed(self._play_chunk, env.device if env.simulated else torch.device("cpu"))
+        self.play_chunk = self._graphed(self._play_chunk)
         if env.simulated:
             env.reset()  # so that a snapshot has its random streams
+
+    def _graphed(self, function):
+        """The function that plays, captured if all players can be."""
+        players = (self.player, *(teammate.player for teammate in self.team.players.values()))
+        captured = self.env.simulated and not any(getattr(player, "own_graphs", False) for player in players)
+        return Graphed(function, self.env.device if captured else torch.device("cpu"))
 
     def _fields(self, **values):
         """Values by the names they are recorded under."""
@@ -217,6 +227,8 @@ class EpisodeRunner:
         action = self.act()
         encounter = self.env.info["encounter"].clone() if self.env.encounters > 1 else None
         results = self.env.step(action)
+        if hasattr(self.player, "observe"):
+            self.player.observe(action, results[2] | results[3])
         if encounter is not None:  # the others start anew in every match
             new_match = (self.env.info["encounter"] != encounter).unsqueeze(1)
             self.team_last_action.copy_(torch.where(new_match, -1, action))
@@ -395,7 +407,8 @@ class SeatSelection:
 
         last_action = inputs.all_last_action
         every_seat = torch.arange(self.n_agents, device=seat.device).expand(len(seat), -1)
-        inputs = Inputs(all_seats(inputs.obs), all_seats(inputs.avail), last_action, last_action, every_seat)
+        values = (all_seats(inputs.obs), all_seats(inputs.avail), last_action, last_action, every_seat)
+        inputs = Inputs(*values, match=inputs.match)
         return self.player.act(inputs, epsilon).gather(1, seat)
 
 

@@ -13,7 +13,7 @@ others, and `rollouts()` goes on to the end of the round.
 import torch
 
 from envs.batch import memory_of
-from envs.episodes import EpisodeRunner, Graphed
+from envs.episodes import EpisodeRunner
 
 
 class RolloutRunner(EpisodeRunner):
@@ -37,7 +37,7 @@ class RolloutRunner(EpisodeRunner):
             raise MemoryError(f"{steps} steps of {env.num_envs} matches take {needed / 2**30:.0f} GiB: play fewer")
         self.rollout = {name: values[name].new_zeros((steps, *values[name].shape)) for name in names}
         self.rollout |= {"seat": team.learner_seats.unsqueeze(0), "h": torch.zeros_like(player.h).unsqueeze(0)}
-        self.play_rollout = Graphed(self._play_rollout, env.device)
+        self.play_rollout = self._graphed(self._play_rollout)
 
     def _before(self):
         return self._fields(obs=self.env.obs, last_action=self.last_action, mask=self.running, **self.env.info)

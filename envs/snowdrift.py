@@ -163,6 +163,7 @@ class Snowdrift(Batch):
     team_reward = False
     ego_first = True
     hit_distance = 0.5  # cells: a predicted place is right if it is the very one
+    goals = ("remove", "idle")
 
     def __init__(
         self,
@@ -195,6 +196,7 @@ class Snowdrift(Batch):
             "earned": (number, (num_envs, agents)),
         }  # fmt: skip
         numbers = size * size * (agents + 2)
+        self.grid = (size, size, agents + 2)
         names = [f"player_{a}" for a in range(agents)]
         sizes = (len(ACTIONS), numbers, numbers + 1, limit)
         super().__init__(name, num_envs, names, sizes, simulation, **common)
@@ -202,6 +204,13 @@ class Snowdrift(Batch):
             (reset_one, step_one, observe_one, act_one), Game, Rule, STAY,
             size=size, drifts=drifts, gain=np.float32(gain), cost=np.float32(cost),
         )  # fmt: skip
+
+    def goal_reached(self, action, left, over):
+        """The number in `goals` of what a step brought each player (..., agents), -1 for nothing.
+
+        action: what it did; over (..., 1): whether the match ended with it. Who removes nothing to the end was idle.
+        """
+        return torch.where(action == REMOVE, 0, torch.where(over, 1, -1))
 
     def _about_others(self, column):
         channel = column % (self.n_agents + 2)

@@ -371,6 +371,7 @@ class StagHunt(Batch):
     default_others = ("NS", "NH", "RAND")
     ego_first = True
     hit_distance = 0.5  # cells: a predicted place is right if it is the very one
+    goals = ("stag", "hare")
 
     def __init__(
         self,
@@ -401,6 +402,7 @@ class StagHunt(Batch):
         cells, channels = height * width, agents + 3
         self.height, self.width, self.stags, self.hares = height, width, stags, hares
         self.view_radius, self.team_reward = view_radius, prosocial
+        self.grid = (height, width, channels)
         self.return_scale = (stags * stag_reward + hares * hare_reward) / agents or 1.0
         self.ranges = {"hunter": (GONE, cells - 1), "prey": (GONE, cells - 1), "ground": (FREE, OBSTACLE),
                        "last": (-1, len(ACTIONS) - 1), "joins": (0, 1)}  # fmt: skip
@@ -461,6 +463,13 @@ class StagHunt(Batch):
         elif not ((values >= GONE) & (values < self.height * self.width) & (values.double() % 1 == 0)).all():
             raise ValueError(f"{name} stand on cells 0 to {self.height * self.width - 1}, or {GONE} for gone")
         return values
+
+    def goal_reached(self, action, left, over):
+        """The number in `goals` of what a step brought each agent (..., agents), -1 for nothing.
+
+        action: what it did; left: whether it left in this step; over (..., 1): whether the match ended with it
+        """
+        return torch.where(left & (action >= HUNT_STAG), action - HUNT_STAG, -1)
 
     def _about_others(self, column):
         numbers, channel = self.height * self.width * (self.n_agents + 3), column % (self.n_agents + 3)

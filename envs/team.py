@@ -306,7 +306,7 @@ class RunPlayer:
         last_action = last_action[self.match]
         self.player.reset((last_action < 0).all(1))
         obs, avail = self.env.obs[self.match], self.env.info["avail"][self.match]
-        inputs = Inputs(obs, avail, last_action, last_action, self.seats)
+        inputs = Inputs(obs, avail, last_action, last_action, self.seats, match=self.match)
         return self.player.act(inputs, 0.0)[self.row]
 
 

@@ -14,6 +14,7 @@ from tensorboard.summary.writer import event_file_writer
 import belief_iql
 import brdiv
 import coma
+import hop
 import ippo
 import iql
 import liam_iql
@@ -39,13 +40,16 @@ MODEL_SCRIPTS = {  # one learner among others
 SCRIPTS = {**TEAM_SCRIPTS, **MODEL_SCRIPTS}
 POLICY_SCRIPTS = {"ippo": ippo, "mappo": mappo}  # policy gradients, without a replay buffer
 POPULATION_SCRIPTS = {"brdiv": brdiv}  # several policies learn at a time, in pairs
-ALL_SCRIPTS = {**SCRIPTS, **POLICY_SCRIPTS, **POPULATION_SCRIPTS, "coma": coma}
+PLANNERS = {"hop": hop}
+ALL_SCRIPTS = {**SCRIPTS, **POLICY_SCRIPTS, **POPULATION_SCRIPTS, **PLANNERS, "coma": coma}
 QUICK = {
     "num_envs": 4, "batch_size": 4, "buffer_size": 8, "train_frequency": 60, "total_timesteps": 400,
     "eval_interval": 200, "eval_episodes": 4, "final_eval_episodes": 6, "hidden_dim": 16, "log_interval": 0,
 }  # fmt: skip
 QUICK_EPISODES = {key: QUICK[key] for key in QUICK if key not in ("batch_size", "buffer_size", "train_frequency")}
 QUICK_POLICY = QUICK_EPISODES | {"num_steps": 24, "update_epochs": 2, "num_minibatches": 2}
+QUICK_PLANNER = {key: QUICK[key] for key in QUICK if key not in ("buffer_size", "train_frequency")}
+QUICK_PLANNER |= {"env_id": "stag_hunt_4x4", "sims": 6, "trees": 2, "train_sims": 4, "depth": 4, "channels": (4,)}
 NOT_TRAINED = {  # what a checkpoint has besides networks and arguments
     "optimizer": {}, "updates": 0, "resume": None,
     "progress": {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": True, "next_eval": 1},
@@ -62,6 +66,8 @@ def quick_options(name):
         return QUICK_POPULATION
     if name == "coma":
         return QUICK_EPISODES
+    if name in PLANNERS:
+        return QUICK_PLANNER
     return QUICK_POLICY if name in POLICY_SCRIPTS else QUICK | (QUICK_MODEL if name == "omg_iql" else {})
 
 
@@ -123,7 +129,7 @@ def write_run(folder, name, env, seed=0, scale=3, **options):
     torch.manual_seed(seed)
     options = {"n_policies": 2, **options} if name == "belief_iql" else options
     quick = QUICK if name in SCRIPTS else quick_options(name)
-    args = ALL_SCRIPTS[name].Args(**{"env_id": env.name, "seed": seed, **quick, **options})
+    args = ALL_SCRIPTS[name].Args(**{**quick, "env_id": env.name, "seed": seed, **options})
     networks = make_learner(name, env, args).networks()
     content = {"algorithm": name, "env_id": args.env_id, "sizes": checkpoints.env_sizes(env), "args": asdict(args)}
     content["networks"] = {

@@ -1,0 +1,615 @@
+"""HOP (Huang et al., ICML 2024): plan with a belief over the others' goals.
+
+For every other agent there is a belief over the environment's list of goals, updated by Bayes' rule within a match and
+by a discounted count of the goals reached between the matches of an encounter. A network predicts the others' actions
+given their goals. At every decision several trees are searched over one's own actions in copies of the match, each with
+goals of the others drawn from the belief; the policy is a softmax of the mean Q of the trees. A second network, priors
+and values of the search, learns from its results.
+A match is one of the games that are played side by side; a seat is an agent's place in it.
+
+    python hop.py --env-id stag_hunt_4x4 --cuda     docs/hop.md has the logged keys, the deviations and the results
+"""
+
+import copy
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+STARTED = time.time()  # before the slow imports
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem  # the name of this experiment
+    seed: int = 1  # the seed of all random numbers
+    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
+    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
+    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
+    wandb_project_name: str = "omg-marl"  # wandb's project
+    wandb_entity: str | None = None  # wandb's entity (team)
+    wandb_group: str | None = None  # wandb's group of runs
+    capture_video: bool = False  # whether to save a GIF of a match of the final policy
+    run_root: str = "runs"  # the folder in which run folders are made
+    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
+    checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
+    resume: str | None = None  # a run folder to continue; other arguments must be as they were
+    init: str | None = None  # a run folder whose networks this run starts from
+    time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
+
+    env_id: str = "stag_hunt_4x4"  # the environment: one with a list of goals, or any with --no-goals
+    n_agents: int | None = None  # number of agents, where the environment leaves it open
+    team: str = "self"  # self (all seats learn), scripted (one learner among scripted others), or such as 3NS1learner
+    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
+    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
+    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
+    encounter: int = 1  # matches in a row with the same others before new ones are drawn; counts of goals last as long
+    num_envs: int | None = None  # matches at a time (default: 256 on the GPU, 32 on the CPU)
+    total_timesteps: int | None = None  # default: 200,000 on the GPU, 20,000 on the CPU
+    eval_interval: int | None = None  # steps between greedy evaluations (default: total / 5)
+    eval_episodes: int = 64  # episodes of an evaluation
+    final_eval_episodes: int = 128  # episodes of the last evaluation
+    log_interval: float = 1.0  # seconds between lines of the log
+
+    sims: int = 200  # simulations of a tree for a decision; 0: the network's policy without a search
+    trees: int = 5  # trees of a decision, each with goals of the others drawn from the belief
+    train_sims: int | None = None  # simulations of a tree in training matches (default: a quarter of sims)
+    train_trees: int | None = None  # trees in training matches (default: as trees)
+    depth: int = 12  # levels of a tree at most
+    c_puct: float | None = None  # weight of the prior in the search (default: 1, snowdrift 15)
+    q_temperature: float = 2.0  # factor of Q in the softmax that is the policy: larger is greedier
+    goals: bool = True  # whether the others' actions depend on goals, or (--no-goals) not: direct-OM
+    intra_belief: bool = True  # whether beliefs follow the others' actions within a match
+    inter_belief: bool = True  # whether the matches of an encounter count for the prior belief of the next
+    belief_decay: float | None = None  # what a match counts after another one (default: 0.995, snowdrift 0.98)
+    half: bool = True  # whether the networks search in bfloat16 on the GPU
+    planners: int | None = None  # decisions searched at a time at most (default: 1024 on the GPU, 128 on the CPU)
+    learning_rate: float = 5e-4  # Adam's learning rate
+    gamma: float = 0.95  # discount factor
+    batch_size: int | None = None  # decisions in an update (default: 1024 on the GPU, 256 on the CPU)
+    update_epochs: int = 4  # passes over the decisions of a round
+    max_grad_norm: float = 10.0  # the norm to which gradients are clipped
+    channels: tuple[int, ...] = (16, 32, 32)  # of the convolutions
+    hidden_dim: int | None = None  # units of the layer behind them (default: 512 on the GPU, 128 on the CPU)
+
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
+    tyro.cli(Args)  # prints the help and exits, before the slow imports
+
+import torch  # noqa: E402
+import torch.nn as nn  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import envs  # noqa: E402
+from envs import checkpoints, play, runs  # noqa: E402
+from envs.episodes import EpisodeRunner, Graphed, load_runner, round_up  # noqa: E402
+from envs.metrics import masked_mean  # noqa: E402
+from envs.team import Team  # noqa: E402
+
+FIELDS = (
+    "all_obs",
+    "all_avail",
+    "all_alive",
+    "all_action",
+    "search_policy",
+    "belief",
+)  # recorded, besides reward and seat
+SURPRISE = 0.02  # share of random actions that Bayes' rule allows for: no action rules out a goal
+VISIT_EXPONENT = 1.5  # with a single tree the policy is visits to this power
+
+
+def check_args(args):
+    """Rejects invalid values, and fills in the defaults that depend on the device and the environment."""
+    runs.check_ranges(
+        args,
+        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit encounter trees "
+        "train_trees depth planners batch_size update_epochs hidden_dim learning_rate max_grad_norm channels gamma",
+        fractions="gamma belief_decay teammate_epsilon checkpoint_at",
+        non_negative="seed checkpoint_interval log_interval sims train_sims c_puct q_temperature",
+    )
+    runs.resolve_device(args)
+    if args.env_id.startswith("sc2/"):
+        raise runs.UsageError(f"--env-id {args.env_id}: this script looks ahead in copies of simulated matches")
+    if args.belief_decay == 1:
+        raise runs.UsageError("--belief-decay is below 1, not 1.0: else counts have no end")
+    sizes = {"num_envs": 32, "total_timesteps": 20_000, "planners": 128, "batch_size": 256, "hidden_dim": 128}
+    if args.cuda:
+        sizes = {"num_envs": 256, "total_timesteps": 200_000, "planners": 1024, "batch_size": 1024, "hidden_dim": 512}
+    snowdrift = args.env_id.startswith("snowdrift")
+    sizes |= {"c_puct": 15.0, "belief_decay": 0.98} if snowdrift else {"c_puct": 1.0, "belief_decay": 0.995}
+    sizes |= {"train_sims": -(-args.sims // 4), "train_trees": args.trees}
+    runs.fill_in(args, sizes)
+    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 5, 1)})
+
+
+def make_env(args, num_envs, device, purpose):
+    try:
+        env = envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
+    except ValueError as error:
+        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
+    if args.goals and not env.goals:
+        raise runs.UsageError(f"--env-id {args.env_id} has no list of goals: --no-goals plans without them")
+    return env
+
+
+def make_team(args, env, purpose):
+    if env.n_agents == 1:
+        raise runs.UsageError("--n-agents 1: there is nobody to model")
+    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
+    learners = ("hop", "learner")  # what --team calls the learner's seats
+    try:
+        return Team(env, args.team, learners, *others, runs.seed_for(args.seed, purpose), encounter=args.encounter)
+    except ValueError as error:
+        raise runs.UsageError(f"--team {args.team}: {error}") from None
+
+
+# ALGO LOGIC: networks
+class Network(nn.Module):
+    """Convolutions over the grid of an observation, then a layer that also has the time and, if there are, the goal."""
+
+    def __init__(self, args, env, outputs, goals=0):
+        super().__init__()
+        layers, inputs = [], env.obs_dim
+        self.grid = env.grid
+        if env.grid is not None:
+            rows, columns, planes = env.grid
+            inputs = round_up(planes, 8)  # what tensor cores like
+            for channels in args.channels:
+                layers += [nn.Conv2d(inputs, channels, 3, padding=1), nn.ReLU()]
+                inputs = channels
+            inputs *= rows * columns
+            layers = [*layers[:-1], nn.Flatten()]  # as in HOP, no ReLU behind the last one
+        self.trunk = nn.Sequential(*layers)
+        self.fc = nn.Linear(inputs + 1, args.hidden_dim)
+        self.goal = nn.Linear(goals, args.hidden_dim, bias=False) if goals > 1 else None
+        self.head = nn.Linear(args.hidden_dim, outputs)
+        for module in self.modules():
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        with torch.no_grad():
+            self.head.weight *= 0.1  # policies start almost uniform, values almost zero
+        self.to(env.device, memory_format=torch.channels_last)
+
+    def features(self, obs, time):
+        """(rows, obs_dim), (rows,) -> (rows, hidden), to which a goal adds"""
+        x = obs.to(self.fc.weight.dtype)
+        if self.grid is not None:
+            x = x[:, : self.grid[0] * self.grid[1] * self.grid[2]].unflatten(1, self.grid)
+            x = F.pad(x, (0, round_up(self.grid[2], 8) - self.grid[2])).permute(0, 3, 1, 2)  # channels last in memory
+        return self.fc(torch.cat((self.trunk(x), time.to(x.dtype).unsqueeze(1)), 1))
+
+    def forward(self, obs, time, goal=None):
+        """goal (rows,) or None -> outputs (rows, outputs) in single precision"""
+        x = self.features(obs, time)
+        if self.goal is not None:
+            x = x + self.goal(one_hot(goal, self.goal.in_features).to(x.dtype))
+        return self.head(F.relu(x)).float()
+
+    def with_every_goal(self, obs, time):
+        """-> (rows, goals, outputs)"""
+        x = self.features(obs, time).unsqueeze(1)
+        if self.goal is not None:
+            x = x + self.goal.weight.T
+        return self.head(F.relu(x)).float()
+
+
+def one_hot(index, size):
+    return index.unsqueeze(-1) == torch.arange(size, device=index.device)
+
+
+def log_softmax(logits, avail):
+    return F.log_softmax(logits.masked_fill(~avail, -1e9), -1)
+
+
+def gumbel(like):
+    """Noise that makes an argmax of log-probabilities a sample."""
+    return -torch.log(-torch.log(torch.rand_like(like).clamp(1e-20, 1 - 1e-7)))
+
+
+# ALGO LOGIC: the search
+class Search:
+    """Trees for so many decisions at a time. In a tree the others' goals are fixed, and so are their actions in every
+    node: a tree is one scenario. Arrays are (nodes, trees of all decisions, actions); in each simulation every tree
+    gets one node, number `count`, in the same kernels. The last node is a place for what is to be forgotten.
+    """
+
+    def __init__(self, args, env, agents, model, planners, sims, trees):
+        self.args, self.agents, self.model, self.sims, self.trees = args, agents, model, sims, trees
+        self.env = env.fork(planners * trees)  # where simulations take place
+        count, nodes, device = planners * trees, sims + 2, env.device
+        self.states = {
+            name: values.new_zeros((nodes, *values.shape)) for name, values in self.env.match_state().items()
+        }
+        self.flat_states = {name: values.flatten(0, 1) for name, values in self.states.items()}
+
+        def zeros(*shape, dtype=torch.float32):
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        shape = (nodes, count)
+        self.total, self.visits, self.prior = (zeros(*shape, env.n_actions) for _ in range(3))  # prior -1: unavailable
+        self.child = zeros(*shape, env.n_actions, dtype=torch.long)  # 0: there is none yet
+        self.best, self.next, self.level = (zeros(*shape, dtype=torch.long) for _ in range(3))
+        self.value, self.earned = zeros(*shape), zeros(*shape)  # of the node; discounted, from the root to the node
+        self.over = zeros(*shape, dtype=torch.bool)
+        self.others_log_probs = zeros(*shape, env.n_agents - 1, env.n_actions)
+        self.count = zeros(1, 1, dtype=torch.long)
+        self.seat, self.others = zeros(count, 1, dtype=torch.long), zeros(count, env.n_agents - 1, dtype=torch.long)
+        self.goal = torch.zeros_like(self.others)
+        self.tree = torch.arange(count, device=device)
+        self.levels = torch.arange(args.depth + 1, device=device).unsqueeze(1)
+        self.graphed_simulate = Graphed(self.simulate, device)
+
+    def plan(self, env, match, seat, log_belief):
+        """Searches from matches (planners,) of `env` for their seats (planners,), with beliefs (planners, agents,
+        goals); returns the policy and, where an action is available, its Q (planners, actions).
+        """
+        match, seat, log_belief = (x.repeat_interleave(self.trees, 0) for x in (match, seat, log_belief))
+        self.seat.copy_(seat.unsqueeze(1))
+        agents = torch.arange(1, env.n_agents, device=seat.device)
+        self.others.copy_((self.seat + agents) % env.n_agents)
+        log_belief = log_belief.gather(1, self.others.unsqueeze(-1).expand(-1, -1, log_belief.shape[-1]))
+        self.goal.copy_((log_belief + gumbel(log_belief)).argmax(-1))
+        self.env.load(env.match_state(), match)
+        for array in (self.total, self.visits, self.child, self.best, self.next, self.count):
+            array.zero_()
+        prior = self.add_node(self.level[:1] * 0, self.earned[:1] * 0, self.over[:1] & False)
+        self.best[0] = prior.argmax(-1)
+        self.count += 1
+        for _ in range(self.sims):
+            self.graphed_simulate()
+        return self.result()
+
+    def result(self):
+        total, visits, prior = (x[0].unflatten(0, (-1, self.trees)) for x in (self.total, self.visits, self.prior))
+        unavailable = prior[:, 0] < 0
+        q = (total / (1 + visits)).mean(1).masked_fill(unavailable, -torch.inf)
+        if self.sims == 0:
+            policy = prior.clamp(min=0).mean(1)
+        elif self.trees == 1:
+            policy = visits[:, 0].pow(VISIT_EXPONENT)
+        else:
+            policy = F.softmax(self.args.q_temperature * q, -1)
+        return policy / policy.sum(-1, keepdim=True), q
+
+    def add_node(self, level, earned, over):
+        """Writes the matches as they are now to node `count` of all trees; the arguments are (1, trees)."""
+        env, rows = self.env, self.tree.unsqueeze(1) * self.env.n_agents
+        obs, avail, time = env.obs.flatten(0, 1), env.info["avail"].flatten(0, 1), env.steps / env.match_limit
+        own, others = (rows + self.seat).flatten(), (rows + self.others).flatten()
+        output, own_avail = self.agents(obs[own], time), avail[own]
+        prior = log_softmax(output[:, :-1], own_avail).exp().masked_fill(~own_avail, -1.0)
+        output_scale = torch.where(over, 0.0, env.return_scale)
+        others_time = time.repeat_interleave(self.others.shape[1])
+        logits = self.model(obs[others], others_time, self.goal.flatten())
+        log_probs = log_softmax(logits, avail[others]).unflatten(0, self.others.shape)
+        values = {"prior": prior, "value": output[:, -1] * output_scale, "others_log_probs": log_probs}
+        values |= {"level": level, "earned": earned, "over": over}
+        for name, new in values.items():
+            self.put(getattr(self, name), new)
+        for name, new in env.match_state().items():
+            self.put(self.states[name], new)
+        return prior
+
+    def put(self, array, values):
+        """array[count] = values"""
+        values = values.reshape(1, -1)
+        array.view(len(array), -1).scatter_(0, self.count.expand_as(values), values)
+
+    def at(self, array, node):
+        """(levels, trees): array[node[i, t], t]"""
+        return array.gather(0, node)
+
+    def simulate(self):
+        """One simulation of every tree: descend, step, add a node, back up."""
+        args, env = self.args, self.env
+        path = [torch.zeros_like(self.next[:1])]
+        for _ in range(args.depth):
+            child = self.at(self.next, path[-1])
+            path.append(torch.where(child > 0, child, path[-1]))
+        leaf, path = path[-1], torch.cat(path)
+        action, level, earned = self.at(self.best, leaf), self.at(self.level, leaf), self.at(self.earned, leaf)
+        expands = ~self.at(self.over, leaf) & (level < args.depth)
+        # step
+        row = (leaf * len(self.tree) + self.tree).flatten()
+        env.load(self.flat_states, row, look=False)
+        log_probs = self.others_log_probs.flatten(0, 1)[row]  # (trees, others, actions)
+        env.actions.scatter_(1, self.seat, action.T)
+        env.actions.scatter_(1, self.others, (log_probs + gumbel(log_probs)).argmax(-1))
+        _, reward, terminated, truncated, info = env.step(env.actions)
+        over = ~info["alive"].gather(1, self.seat).T | terminated | truncated
+        earned = earned + args.gamma**level * reward.gather(1, self.seat).T
+        self.add_node(level + 1, earned, over)
+        # back up: what each edge on the path was followed by
+        end = torch.where(expands, self.count, leaf)
+        last, value, earned = self.at(self.level, end), self.at(self.value, end), self.at(self.earned, end)
+        steps = self.levels
+        follows = (earned - self.at(self.earned, path)) / args.gamma**steps + args.gamma ** (last - steps) * value
+        node = torch.where(steps <= level, path, self.sims + 1)
+        node = torch.cat((node, self.count.expand_as(leaf)))  # (levels + 1, trees): the new one as well
+        taken = F.pad(steps < last, (0, 0, 0, 1)).unsqueeze(-1)
+        edge = one_hot(self.at(self.best, node), env.n_actions) & taken
+        nodes = node.unsqueeze(-1).expand_as(edge)
+        total = self.total.gather(0, nodes) + torch.where(edge, F.pad(follows, (0, 0, 0, 1)).unsqueeze(-1), 0.0)
+        visits, prior = self.visits.gather(0, nodes) + edge, self.prior.gather(0, nodes)
+        new_edge = edge & F.pad((steps == level) & expands, (0, 0, 0, 1)).unsqueeze(-1)
+        child = torch.where(new_edge, self.count.unsqueeze(-1), self.child.gather(0, nodes))
+        # where to go from these nodes the next time
+        exploration = args.c_puct * (1 + visits.sum(-1, keepdim=True)).sqrt() * prior
+        score = ((total + exploration) / (1 + visits)).masked_fill(prior < 0, -torch.inf)
+        best = score.argmax(-1, keepdim=True)
+        for array, values in ((self.total, total), (self.visits, visits), (self.child, child)):
+            array.scatter_(0, nodes, values)
+        self.best.scatter_(0, node, best.squeeze(-1))
+        self.next.scatter_(0, node, child.gather(-1, best).squeeze(-1))
+        self.count += 1
+
+
+class Player:
+    """Plays the learner's seats (matches, seats) of `env`: takes the best action or, to explore, draws one."""
+
+    fields = FIELDS
+    own_graphs = True
+
+    def __init__(self, learner, env, seats, explore=False):
+        self.learner, self.env, self.explore = learner, env, explore
+        self.args = args = learner.args
+        self.sizes = (args.train_sims, args.train_trees) if explore else (args.sims, args.trees)
+        self.searches = {}  # by the number of decisions
+        self.fast = [copy.deepcopy(network) for network in learner.networks().values()] if learner.half else None
+        for network in self.fast or ():
+            network.to(torch.bfloat16)
+        matches, agents, goals = len(seats), env.n_agents, learner.goals
+        self.matches = torch.arange(matches, device=env.device)
+        self.counts = torch.zeros(matches, agents, goals, device=env.device)  # of goals reached in an encounter
+        self.log_belief = torch.zeros_like(self.counts)
+        self.log_probs = torch.zeros(matches, agents, goals, env.n_actions, device=env.device)  # of the last actions
+        self.alive = torch.zeros(matches, agents, dtype=torch.bool, device=env.device)  # at the last decision
+        self.running, self.reached = self.alive[:, 0].clone(), torch.full_like(self.alive, -1, dtype=torch.long)
+        policy = torch.zeros(*seats.shape, env.n_actions, device=env.device)
+        self.outputs = {"search_policy": policy, "belief": torch.zeros_like(self.counts)}
+        self.memory = {"counts": self.counts}
+        self.forget()
+
+    def forget(self):
+        """The others are new."""
+        self.counts.fill_(1 / (self.learner.goals * (1 - self.args.belief_decay)))
+
+    def reset(self, mask):
+        prior = torch.log(self.counts / self.counts.sum(-1, keepdim=True))
+        self.log_belief.copy_(torch.where(mask.view(-1, 1, 1), prior, self.log_belief))
+        self.reached.masked_fill_(mask.unsqueeze(1), -1)
+        self.running |= mask
+
+    # ALGO LOGIC: beliefs
+    def update_belief(self, last_action):
+        """Bayes' rule, within a match: the goals that made the others' last actions likely become more so."""
+        log_probs = self.log_probs.gather(
+            -1, last_action.clamp(min=0)[..., None, None].expand(-1, -1, self.learner.goals, 1)
+        )
+        likelihood = torch.log((1 - SURPRISE) * log_probs.squeeze(-1).exp() + SURPRISE / self.env.n_actions)
+        acted = (self.alive & (last_action >= 0)).unsqueeze(-1)
+        self.log_belief.copy_(F.log_softmax(self.log_belief + torch.where(acted, likelihood, 0.0), -1))
+
+    def observe(self, action, over):
+        """After a step, of all matches of the environment: remembers the first goal that each agent reached."""
+        if not self.args.inter_belief or not self.args.goals:
+            return
+        left = self.alive & ~self.env.info["alive"]
+        goal = self.env.goal_reached(action, left, over.unsqueeze(1))
+        news = (self.reached < 0) & self.alive & self.running.unsqueeze(1)
+        self.reached.copy_(torch.where(news, goal, self.reached))
+        ended = over & self.running
+        counted = ended.unsqueeze(1) & (self.reached >= 0)
+        counts = self.args.belief_decay * self.counts + one_hot(self.reached, self.learner.goals)
+        self.counts.copy_(torch.where(counted.unsqueeze(-1), counts, self.counts))
+        self.running &= ~ended
+
+    def act(self, inputs, epsilon):
+        env, match = self.env, self.matches if inputs.match is None else inputs.match
+        agents, model = self.networks()
+        if self.args.intra_belief:
+            self.update_belief(inputs.all_last_action)
+        obs, avail, alive = env.obs[match], env.info["avail"][match], env.info["alive"][match]
+        time = (env.steps[match] / env.match_limit).repeat_interleave(env.n_agents)
+        logits = model.with_every_goal(obs.flatten(0, 1), time).unflatten(0, alive.shape)
+        self.log_probs.copy_(log_softmax(logits, avail.unsqueeze(2)))
+        self.alive.copy_(alive)
+        plays = alive.gather(1, inputs.seat)
+        if inputs.running is not None:
+            plays = plays & inputs.running.unsqueeze(1)
+        policy = inputs.avail / inputs.avail.sum(-1, keepdim=True)
+        decisions = plays.flatten().nonzero().flatten()  # the only wait for the device
+        for chosen in decisions.split(self.args.planners):
+            size = min(max(1 << (len(chosen) - 1).bit_length(), 8), self.args.planners)
+            if size not in self.searches:
+                self.searches[size] = Search(self.args, env, agents, model, size, *self.sizes)
+            rows = F.pad(chosen, (0, size - len(chosen)), value=0)
+            place, seat = rows // plays.shape[1], inputs.seat.flatten()[rows]
+            found, _ = self.searches[size].plan(env, match[place], seat, self.log_belief[place])
+            policy.flatten(0, 1)[chosen] = found[: len(chosen)]
+        self.outputs["search_policy"].copy_(policy)
+        self.outputs["belief"].copy_(self.log_belief.exp())
+        return ((policy.log() + gumbel(policy)) if self.explore else policy).argmax(-1)
+
+    def networks(self):
+        """What searches use: the networks, or copies in half precision."""
+        networks = list(self.learner.networks().values())
+        if self.fast is None:
+            return networks
+        for fast, network in zip(self.fast, networks):
+            torch._foreach_copy_(list(fast.parameters()), list(network.parameters()))
+        return self.fast
+
+    def analyse(self, episodes):
+        return analyse(self.learner, episodes)
+
+
+class Learner:
+    """The networks, the optimiser and the update."""
+
+    def __init__(self, args, env):
+        self.args, self.env = args, env
+        self.updates = 0
+        self.goals = len(env.goals) if args.goals else 1
+        self.half = args.half and env.device.type == "cuda"
+        self.agents = Network(args, env, env.n_actions + 1)  # logits and a value, in units of env.return_scale
+        self.model = Network(args, env, env.n_actions, self.goals)
+        self.parameters = [*self.agents.parameters(), *self.model.parameters()]
+        # fused, so that an update that is not finite can be skipped without waiting for the device
+        self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, fused=True, capturable=args.cuda)
+        self.batch = {}
+        self.metrics = runs.Metrics(env.device)
+        self.graphed_update = Graphed(self.update, env.device)
+
+    def networks(self):
+        return {"agents": self.agents, "model": self.model}
+
+    def samples(self, episodes, lengths):
+        """What a round shows, (rows, matches, agents or seats, ...), of decisions and of what the others did.
+
+        An agent's goal at a step is the first that it reaches then or later, -1 if there is none.
+        """
+        rows, alive = int(lengths.max()), episodes["all_alive"]
+        step = torch.arange(rows, device=lengths.device).unsqueeze(1)
+        running = (step < lengths).unsqueeze(-1)  # (rows, matches, 1)
+        before, after = alive[:rows] & running, alive[1 : rows + 1]
+        action, seat = episodes["all_action"][:rows], episodes["seat"][0].expand(rows, -1, -1)
+        goal = torch.zeros_like(action)
+        if self.args.goals:
+            over = (step == lengths - 1).unsqueeze(-1)
+            goal = torch.where(before, self.env.goal_reached(action, before & ~after, over), -1)
+            for t in reversed(range(rows - 1)):
+                goal[t] = torch.where(goal[t] >= 0, goal[t], goal[t + 1])
+        is_other = torch.ones_like(before)
+        if seat.shape[-1] == 1:  # a single learner models everybody but itself
+            is_other.scatter_(-1, seat, False)
+        plays = before.gather(-1, seat)
+        target = torch.where(plays, episodes["reward"][:rows], 0.0)
+        for t in reversed(range(rows - 1)):
+            target[t] += self.args.gamma * target[t + 1]
+        time = (step / self.env.match_limit).unsqueeze(-1).expand_as(action)
+        return {
+            "obs": episodes["all_obs"][:rows], "avail": episodes["all_avail"][:rows], "time": time, "action": action,
+            "goal": goal, "policy": episodes["search_policy"][:rows], "target": target, "seat": seat, "plays": plays,
+            "acts": before & is_other & (goal >= 0),
+        }  # fmt: skip
+
+    def learn(self, episodes, lengths):
+        """Some passes over the decisions of a round; in each update as many actions of the others."""
+        samples, size, device = self.samples(episodes, lengths), self.args.batch_size, self.env.device
+        plays, acts = (samples[name].flatten().nonzero().flatten() for name in ("plays", "acts"))
+        first = torch.arange(0, samples["goal"].numel(), self.env.n_agents, device=device)  # agent 0 of every match
+        agent = (first.view(*samples["seat"].shape[:2], 1) + samples["seat"]).flatten()
+        flat = {name: values.flatten(0, 2) for name, values in samples.items()}
+        flat["known"] = torch.ones_like(flat["time"]) if len(acts) else torch.zeros_like(flat["time"])
+        acts = acts if len(acts) else plays
+        for _ in range(self.args.update_epochs):
+            orders = [torch.randperm(len(rows)).to(device) for rows in (plays, acts)]
+            for start in range(0, len(plays), size):
+                place = torch.arange(start, start + size, device=device)
+                own, other = (rows[order[place % len(rows)]] for rows, order in zip((plays, acts), orders))
+                for rows, prefix, names in (
+                    (own, "", ("policy", "target")),
+                    (agent[own], "", ("obs", "avail", "time")),
+                    (other, "other_", ("obs", "avail", "time", "action", "goal", "known")),
+                ):
+                    for name in names:
+                        values = flat[name].index_select(0, rows)
+                        # all batches use the same memory, so that an update can be replayed
+                        self.batch.setdefault(prefix + name, torch.empty_like(values)).copy_(values)
+                self.graphed_update(self.batch)
+                self.updates += 1
+
+    # ALGO LOGIC: the loss
+    def loss(self, batch):
+        """The loss of a batch of decisions and of others' actions, and a dictionary of values to log."""
+        output = self.agents(batch["obs"], batch["time"])
+        log_probs = log_softmax(output[:, :-1], batch["avail"])
+        policy_loss = -(batch["policy"] * log_probs).sum(-1).mean()
+        value_loss = (output[:, -1] - batch["target"] / self.env.return_scale).square().mean()
+        log_probs = self.other_log_probs(*(batch[f"other_{name}"] for name in ("obs", "time", "goal", "avail")))
+        taken = one_hot(batch["other_action"], self.env.n_actions)
+        model_loss = -(torch.where(taken, log_probs, 0.0).sum(-1) * batch["other_known"]).mean()
+        entropy = -(batch["policy"] * batch["policy"].clamp(min=1e-9).log()).sum(-1).mean()
+        logs = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "om/loss": model_loss}
+        logs["losses/entropy"] = entropy
+        return (policy_loss + value_loss) / 2 + model_loss, logs
+
+    def other_log_probs(self, obs, time, goal, avail):
+        return log_softmax(self.model(obs, time, goal.clamp(min=0)), avail)
+
+    def update(self, batch):
+        loss, logs = self.loss(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        logs["losses/grad_norm"] = nn.utils.clip_grad_norm_(self.agents.parameters(), self.args.max_grad_norm)
+        logs["om/grad_norm"] = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+        finite = self.metrics.add(logs)
+        self.optimizer.found_inf = (~finite).float()  # the optimiser skips such a step
+        self.optimizer.step()
+
+
+@torch.no_grad()
+def analyse(learner, episodes):
+    """How right the model of the others and the belief are in recorded episodes: docs/hop.md."""
+    samples = learner.samples(episodes, episodes["lengths"])
+    flat = {name: values.flatten(0, 2) for name, values in samples.items()}
+    log_probs = learner.other_log_probs(*(flat[name] for name in ("obs", "time", "goal", "avail")))
+    metrics = {"action_accuracy": masked_mean(flat["acts"], (log_probs.argmax(-1) == flat["action"]).float()).item()}
+    if learner.args.goals:
+        belief = episodes["belief"][: len(samples["goal"])].flatten(0, 2)
+        belief = belief.gather(-1, flat["goal"].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        metrics["goal_belief"] = masked_mean(flat["acts"], belief).item()
+    return metrics
+
+
+def load_player(run, env, seats):
+    """The greedy policy of a run, playing `seats` (matches, seats) of matches like those of `env`."""
+    args = checkpoints.load_args(Args, run)
+    args.cuda = env.device.type == "cuda"
+    check_args(args)
+    learner = Learner(args, env)
+    checkpoints.load_networks(run, env, learner.networks())
+    return Player(learner, env, seats)
+
+
+if __name__ == "__main__":
+    args = runs.parse_args(Args, __file__)
+    check_args(args)
+    device = runs.set_up_torch(args)
+    env = make_env(args, args.num_envs, device, "training")
+    eval_env = make_env(args, args.eval_episodes, device, "evaluation")
+    team = make_team(args, env, "training")
+    eval_team = make_team(args, eval_env, "evaluation")
+    learner = Learner(args, env)
+    runner = EpisodeRunner(env, team, Player(learner, env, team.learner_seats, explore=True), FIELDS)
+    eval_player = Player(learner, eval_env, eval_team.learner_seats)
+    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS)
+    state = {"runner": runner, "eval_runner": eval_runner}
+
+    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+        while run.in_progress():
+            # ALGO LOGIC: play a round of matches, learn from its decisions
+            returns, lengths, won, valid = runner.play()
+            steps, episodes = int(lengths.sum()), int(valid.sum())
+            learner.learn(runner.episodes, lengths)
+
+            run.count(steps, episodes)
+            if run.log_due():
+                run.log(learner.metrics.pop())
+                run.log_episodes(returns, lengths, won, valid)
+            if run.evaluation_due():
+                results = eval_runner.evaluate(args.eval_episodes)
+                run.log_evaluation(*results, om=analyse(learner, eval_runner.selection()))
+            if run.save_due():
+                run.save()
+        results = eval_runner.evaluate(args.final_eval_episodes)
+        run.finish(*results, om=analyse(learner, eval_runner.selection()))
+    if args.capture_video:
+        video_env = make_env(args, 1, device, "video")
+        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")

@@ -1,0 +1,382 @@
+"""hop.py: trees against plain loops, beliefs, what is learned from a round, runs; copies of single matches."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scripts import QUICK_PLANNER, read_log, stopped, train
+from test_runs import assert_same_run
+
+import envs
+import hop
+from envs import play
+from envs.episodes import EpisodeRunner, Inputs, load_player
+from envs.team import Team
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
+EVERY_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_noise(monkeypatch):
+    """Samples are the most probable values."""
+    monkeypatch.setattr(hop, "gumbel", torch.zeros_like)
+
+
+def make_args(**options):
+    args = hop.Args(**{**QUICK_PLANNER, **options})
+    hop.check_args(args)
+    return args
+
+
+class Guess:
+    """A network whose outputs are a fixed function of what it is given."""
+
+    def __init__(self, env, outputs, goals=1, seed=0):
+        random = torch.Generator().manual_seed(seed)
+        self.weight = torch.randn((env.obs_dim, outputs), generator=random).to(env.device)
+        self.of_goal = torch.randn((goals, outputs), generator=random).to(env.device)
+
+    def __call__(self, obs, time, goal=None):
+        return obs @ self.weight + time.unsqueeze(1) + (0 if goal is None else self.of_goal[goal])
+
+
+# ---- copies of single matches ----
+IDS = ("stag_hunt", "snowdrift_4x4", "3m", "kuhn", "matrix_ipd", "coin_game", "Foraging-8x8-2p-2f-v3", "simple_tag_3v1")
+
+
+@EVERY_DEVICE
+@pytest.mark.parametrize("env_id", IDS)
+def test_a_copy_of_a_match_goes_on_like_the_match(env_id, device):
+    env = envs.make(env_id, 12, device, seed=3, encounters=2, check=False)
+    env.reset()
+    for _ in range(3):
+        env.step(env.scripted_actions(env.policies[0]))
+    rows = torch.tensor([7, 0, 7, 11, 3], device=device)
+    copies = env.fork(len(rows))
+    copies.load(env.match_state(), rows)
+    assert torch.equal(copies.obs, env.obs[rows]) and torch.equal(copies.info["avail"], env.info["avail"][rows])
+    untouched = env.snapshot()
+    for _ in range(5):
+        copies.step(copies.scripted_actions(env.policies[-1]))
+    for name, values in env.snapshot().items():
+        assert torch.equal(values, untouched[name]), name
+    stored = {name: values.clone() for name, values in env.match_state().items()}
+    actions = env.scripted_actions(env.policies[0]).clone()
+    _, reward, terminated, *_ = env.step(actions)
+    copies.load(stored, rows, look=False)
+    _, again, ended, *_ = copies.step(actions[rows])
+    going_on = env.info["encounter"][rows] == 0  # a match of a copy ends; the other goes on with the next one
+    assert torch.equal(again, reward[rows]) and torch.equal(ended[going_on], terminated[rows][going_on])
+    assert torch.equal(copies.obs[going_on], env.obs[rows][going_on])
+
+
+def test_the_real_game_has_no_copies():
+    env = SimpleNamespace(simulated=False, name="sc2/3m")
+    with pytest.raises(ValueError, match="sc2/3m: matches of the real game cannot be copied"):
+        envs.batch.Batch.fork(env, 3)
+
+
+# ---- trees ----
+def plain_tree(env, seat, goal, agents, model, args):
+    """(total, visits) of the root's actions after a search by plain loops in a batch of one match."""
+
+    def node(level, earned, over):
+        obs, time = env.obs[0], env.steps / env.match_limit
+        output = agents(obs[seat].unsqueeze(0), time)[0]
+        avail = env.info["avail"][0, seat].clone()
+        prior = output[:-1].masked_fill(~avail, -torch.inf).softmax(-1)
+        joint = torch.zeros(env.n_agents, dtype=torch.long)
+        for k in range(1, env.n_agents):
+            other = (seat + k) % env.n_agents
+            logits = model(obs[other].unsqueeze(0), time, goal[k - 1].unsqueeze(0))[0]
+            joint[other] = logits.masked_fill(~env.info["avail"][0, other], -torch.inf).argmax()
+        value = 0.0 if over else output[-1] * env.return_scale
+        return SimpleNamespace(
+            state=env.snapshot(), prior=prior, avail=avail, joint=joint, value=value, level=level, over=over,
+            total=torch.zeros(env.n_actions), visits=torch.zeros(env.n_actions), child={}, reward=earned,
+        )  # fmt: skip
+
+    root = node(0, 0.0, False)
+    for _ in range(args.sims):
+        here, path = root, []
+        while not here.over and here.level < args.depth:
+            score = here.total / (1 + here.visits)
+            score = score + args.c_puct * (1 + here.visits.sum()).sqrt() * here.prior / (1 + here.visits)
+            action = int(score.masked_fill(~here.avail, -torch.inf).argmax())
+            path.append((here, action))
+            if action in here.child:
+                here = here.child[action]
+                continue
+            env.restore(here.state)
+            joint = here.joint.clone()
+            joint[seat] = action
+            _, reward, terminated, truncated, info = env.step(joint.unsqueeze(0))
+            over = bool(terminated[0] | truncated[0] | ~info["alive"][0, seat])
+            here.child[action] = here = node(here.level + 1, reward[0, seat].clone(), over)
+            break
+        value = here.value
+        for parent, action in reversed(path):
+            value = parent.child[action].reward + args.gamma * value
+            parent.total[action] += value
+            parent.visits[action] += 1
+    return root.total, root.visits
+
+
+@pytest.mark.parametrize(("env_id", "depth"), [("stag_hunt_4x4", 12), ("snowdrift_4x4", 3)])
+def test_trees_are_those_of_plain_loops(env_id, depth, no_noise):
+    args = make_args(env_id=env_id, sims=60, trees=2, depth=depth)
+    env = envs.make(env_id, 3, seed=5)
+    env.reset()
+    for _ in range(4):
+        env.step(env.scripted_actions("RAND"))
+    agents, model = Guess(env, env.n_actions + 1), Guess(env, env.n_actions, len(env.goals), seed=1)
+    search = hop.Search(args, env, agents, model, 4, 60, 2)
+    match, seat = torch.tensor([0, 0, 1, 1]), torch.tensor([3, 0, 3, 2])
+    belief = torch.rand(4, env.n_agents, len(env.goals)).log()
+    policy, q = search.plan(env, match, seat, belief)
+    single, deepest = env.fork(1), 0
+    for i in range(4):
+        single.load(env.match_state(), match[i : i + 1])
+        goal = belief[i].argmax(-1)[(seat[i] + torch.arange(1, env.n_agents)) % env.n_agents]
+        total, visits = plain_tree(single, int(seat[i]), goal, agents, model, args)
+        deepest = max(deepest, int(search.level[search.child[:, 2 * i].unique(), 2 * i].max()))
+        for tree in (2 * i, 2 * i + 1):
+            torch.testing.assert_close(search.visits[0, tree], visits)
+            torch.testing.assert_close(search.total[0, tree], total, rtol=1e-4, atol=1e-4)
+        available = torch.isfinite(q[i])
+        torch.testing.assert_close(q[i][available], (total / (1 + visits))[available], rtol=1e-4, atol=1e-4)
+    assert deepest == 3 if depth == 3 else deepest > 3
+    assert torch.allclose(policy.sum(-1), torch.ones(4)) and (policy[~torch.isfinite(q)] == 0).all()
+
+
+def hunt(matches, device="cpu"):
+    """Seat 0 stands between a hare, two cells to its left, and the stag, two to its right, with another beside it."""
+    env = envs.make("stag_hunt_6x6_4h1s", matches, device, check=False)
+    env.reset()
+    cells = {"hunters": [14, 0, 10, 30], "stags": [16], "hares": [12, 1, 4, 31]}
+    env.set_grid(**{name: torch.tensor(places).repeat(matches, 1) for name, places in cells.items()})
+    return env
+
+
+class Script:
+    """The others' next actions by a script of the environment, in the copies that a search works in."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, obs, time, goal):
+        env, others = self.search.env, self.search.others
+        action = env.scripted_actions(self.name).gather(1, others).flatten()
+        return 50.0 * torch.nn.functional.one_hot(action, env.n_actions).float()
+
+
+def know_nothing(obs, time):
+    return obs.new_zeros(len(obs), 8)
+
+
+@pytest.mark.parametrize(("others", "move"), [("NH", "left"), ("NS", "right")])
+def test_with_a_perfect_model_the_search_goes_for_what_can_be_had(others, move, no_noise):
+    """Nobody comes to the stag with hare hunters: the hare, two steps away. With stag hunters the stag is worth it."""
+    env, model = hunt(1), Script(others)
+    args = make_args(sims=400, trees=3, depth=12, c_puct=5.0, q_temperature=1e6)
+    model.search = search = hop.Search(args, env, know_nothing, model, 1, 400, 3)
+    policy, q = search.plan(env, torch.tensor([0]), torch.tensor([0]), torch.zeros(1, 4, 2))
+    assert policy.argmax() == envs.stag_hunt.ACTIONS.index(move)
+    assert policy.max() == 1 and policy.argmax() == q.argmax()  # at an infinite temperature the best Q has it all
+
+
+def test_without_simulations_the_policy_is_the_prior():
+    env = envs.make("stag_hunt_4x4", 3)
+    env.reset()
+    agents = Guess(env, 8)
+    search = hop.Search(make_args(), env, agents, Guess(env, 7, 2), 2, 0, 1)
+    policy, _ = search.plan(env, torch.tensor([2, 1]), torch.tensor([1, 3]), torch.zeros(2, 4, 2))
+    logits = agents(env.obs[[2, 1], [1, 3]], torch.zeros(2))[:, :-1]
+    avail = env.info["avail"][[2, 1], [1, 3]]
+    torch.testing.assert_close(policy, logits.masked_fill(~avail, -torch.inf).softmax(-1))
+
+
+@needs_cuda
+@pytest.mark.parametrize("env_id", ["stag_hunt", "snowdrift"])
+def test_the_search_is_the_same_on_cuda(env_id, no_noise):
+    found = []
+    for device in ("cpu", "cuda"):
+        args = make_args(env_id=env_id, c_puct=2.0, cuda=device == "cuda")
+        env = envs.make(env_id, 16, device, seed=2, check=False)
+        env.reset()
+        networks = Guess(env, env.n_actions + 1), Guess(env, env.n_actions, 2, seed=1)
+        search = hop.Search(args, env, *networks, 16, 50, 2)
+        match = torch.arange(16, device=device)
+        for _ in range(3):  # warmed up, captured, replayed
+            policy, q = search.plan(env, match, match % 4, torch.zeros(16, 4, 2, device=device))
+        found.append((policy.cpu(), q.cpu(), search.visits[0].cpu()))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+# ---- beliefs ----
+class KnownScripts(hop.Network):
+    """A model that is right about the scripts that go for either goal."""
+
+    def with_every_goal(self, obs, time):
+        actions = [self.env.scripted_actions(name).flatten().clone() for name in ("NS", "NH")]
+        return 8.0 * torch.nn.functional.one_hot(torch.stack(actions, 1), self.env.n_actions).float()
+
+
+def player_in(env, team, **options):
+    learner = hop.Learner(make_args(env_id=env.name, **options), env)
+    return hop.Player(learner, env, team.learner_seats)
+
+
+@pytest.mark.parametrize("intra", [True, False])
+def test_belief_in_a_stag_hunters_goal_rises_above_nine_tenths(intra):
+    env = envs.make("stag_hunt", 64, seed=1, check=False)
+    team = Team(env, "3NS1learner")
+    player = player_in(env, team, sims=0, trees=1, intra_belief=intra)
+    player.learner.model.__class__ = KnownScripts
+    player.learner.model.env = env
+    runner = EpisodeRunner(env, team, player, ("all_alive", "belief"))
+    runner.play()
+    others = team.policy_id >= 0
+    beliefs = [runner.episodes["belief"][t][others][:, 0].mean().item() for t in range(8)]
+    assert beliefs[0] == pytest.approx(0.5)
+    assert beliefs == sorted(beliefs) and beliefs[-1] > 0.9 if intra else set(beliefs) == {beliefs[0]}
+    told = runner.episodes["belief"][:8].sum(-1)
+    torch.testing.assert_close(told, torch.ones_like(told))
+
+
+@pytest.mark.parametrize("inter", [True, False])
+def test_goals_reached_in_an_encounter_count_for_the_next_match(inter):
+    env = envs.make("stag_hunt_4x4", 8, seed=1, check=False)
+    team = Team(env, "2NH1RAND1learner", encounter=3)
+    player = player_in(env, team, sims=0, trees=1, inter_belief=inter, belief_decay=0.8)
+    runner = EpisodeRunner(env, team, player, ("all_alive", "all_action", "belief"))
+    counts = torch.full((8, 4, 2), 2.5)
+    for number in range(6):
+        if number == 3:
+            counts = torch.full((8, 4, 2), 2.5)  # others are new
+        prior = counts / counts.sum(-1, keepdim=True)
+        _, lengths, *_ = runner.play()
+        torch.testing.assert_close(runner.episodes["belief"][0], prior if inter else torch.full_like(prior, 0.5))
+        for m in range(8):
+            for a in range(4):
+                for t in range(int(lengths[m])):
+                    alive = runner.episodes["all_alive"][t : t + 2, m, a].tolist()
+                    if alive == [True, False]:  # left, with what it hunted
+                        counts[m, a] *= 0.8
+                        counts[m, a, int(runner.episodes["all_action"][t, m, a]) - 5] += 1
+        if inter:
+            torch.testing.assert_close(player.counts, counts)
+    assert not torch.equal(counts, torch.full_like(counts, 2.5))
+
+
+# ---- what is learned ----
+@pytest.mark.parametrize(("env_id", "spec"), [("stag_hunt_4x4", "self"), ("snowdrift_4x4", "3ND1learner")])
+@pytest.mark.parametrize("goals", [True, False])
+def test_samples_are_those_of_plain_loops(env_id, spec, goals):
+    env = envs.make(env_id, 6, seed=4, check=False)
+    team = Team(env, spec, mix=True)
+    player = player_in(env, team, sims=0, trees=1, goals=goals, gamma=0.9)
+    player.explore = True
+    runner = EpisodeRunner(env, team, player, hop.FIELDS + ("all_reward",))
+    _, lengths, *_ = runner.play()
+    samples, played = player.learner.samples(runner.episodes, lengths), runner.episodes
+    seats = team.learner_seats.tolist()
+    for m in range(6):
+        end = int(lengths[m])
+        assert not samples["plays"][end:, m].any() and not samples["acts"][end:, m].any()
+        for a in range(4):
+            reached, value = (-1 if goals else 0), 0.0
+            for t in reversed(range(end)):
+                alive, action = bool(played["all_alive"][t, m, a]), int(played["all_action"][t, m, a])
+                value = float(played["all_reward"][t, m, a]) + 0.9 * value
+                if goals and env_id == "snowdrift_4x4":
+                    reached = 0 if action == 5 else 1 if t == end - 1 else reached
+                elif goals and alive and not played["all_alive"][t + 1, m, a]:
+                    reached = action - 5
+                learns = len(seats[m]) > 1 or a not in seats[m]
+                assert bool(samples["acts"][t, m, a]) == (alive and learns and reached >= 0)
+                if alive:
+                    assert int(samples["goal"][t, m, a]) == reached
+                if alive and a in seats[m]:
+                    s = seats[m].index(a)
+                    assert samples["plays"][t, m, s] and float(samples["target"][t, m, s]) == pytest.approx(value)
+    player.learner.learn(played, lengths)
+    assert player.learner.updates > 0
+
+
+def test_who_may_leave_earns_what_the_rules_allow():
+    env = envs.make("stag_hunt_4x4", 16, check=False)
+    team = Team(env, "self")
+    player = player_in(env, team, sims=20, trees=2, c_puct=1.0)
+    returns, *_ = EpisodeRunner(env, team, player).play()
+    assert returns.mean() > 0 and (returns.sum(1) <= 12).all()  # a mean of 3 at most
+
+
+# ---- runs ----
+def test_a_run_completes_resumes_and_is_played(tmp_path, monkeypatch):
+    options = {"total_timesteps": 250, "eval_interval": 120, "team": "2NH2learner", "encounter": 2}
+    names = train("hop", tmp_path / "whole", **options)
+    folder = names["run"].folder
+    results = json.loads((folder / "results.json").read_text())
+    assert results["updates"] > 0 and set(results["om"]) == {"action_accuracy", "goal_belief"}
+    assert {"losses/policy_loss", "losses/value_loss", "om/loss", "om/goal_belief"} <= read_log(folder).keys()
+    part = stopped("hop", tmp_path / "parts", **options)
+    train("hop", tmp_path / "parts", resume=part, **options)
+    assert_same_run(part, folder)
+
+    env = envs.make("stag_hunt_4x4", 4, check=False)
+    actions, _, _ = play.load_policy(str(folder), env)
+    env.reset()
+    chosen = actions(env.obs, env.info)
+    assert env.info["avail"].gather(2, chosen.unsqueeze(2)).all()
+    monkeypatch.chdir(tmp_path)
+    team = Team(env, "3other1learner", pool=[str(folder)])  # as a team-mate: planning in the matches that it plays in
+    runner = EpisodeRunner(env, team, load_player(folder, env, team.learner_seats))
+    returns, *_ = runner.play()
+    assert returns.shape == (4, 1) and (returns >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"env_id": "3m"}, "--env-id 3m has no list of goals: --no-goals plans without them"),
+        ({"env_id": "sc2/3m"}, "--env-id sc2/3m: this script looks ahead in copies of simulated matches"),
+        ({"belief_decay": 1.0}, "--belief-decay is below 1, not 1.0"),
+        ({"gamma": 0.0}, "--gamma is above 0, not 0.0"),
+        ({"sims": 10**6}, "--sims is at most 8192"),
+        ({"n_agents": 1, "env_id": "stag_hunt_4x4"}, "--n-agents 1: there is nobody to model"),
+    ],
+)
+def test_what_cannot_be_planned_is_rejected(options, message):
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        args = make_args(**options)
+        hop.make_team(args, hop.make_env(args, 2, "cpu", "test"), "test")
+
+
+def test_a_team_mate_without_goals_plans_in_a_battle():
+    """Any simulated environment can be planned in; the matches of a team-mate are some of the batch."""
+    env = envs.make("3m", 6, check=False)
+    player = hop.Player(hop.Learner(make_args(env_id="3m", goals=False), env), env, torch.arange(3).repeat(2, 1))
+    env.reset()
+    match, last = torch.tensor([4, 1]), torch.full((2, 3), -1)
+    avail = env.info["avail"][match]
+    action = player.act(Inputs(env.obs[match], avail, last, last, torch.arange(3).repeat(2, 1), match=match), 0.0)
+    assert avail.gather(2, action.unsqueeze(2)).all()
+
+
+@pytest.mark.slow
+def test_learns_to_hunt(tmp_path):
+    """Among stag hunters: a hare is worth 1, a part of the stag 2.5 to 5."""
+    options = {"env_id": "stag_hunt_3x3_2h1s", "n_agents": 2, "num_envs": 32, "train_sims": 12, "sims": 25}
+    names = train("hop", tmp_path, **options | {"total_timesteps": 4000, "eval_interval": 10**6, "depth": 8})
+    assert names["run"].folder.is_dir()
