@@ -161,9 +161,9 @@ class Network(nn.Module):
                 layers += [nn.Conv2d(inputs, channels, 3, padding=1), nn.ReLU()]
                 inputs = channels
             inputs *= rows * columns
-            layers = [*layers[:-1], nn.Flatten()]  # as in HOP, no ReLU behind the last one
-        self.trunk = nn.Sequential(*layers)
-        self.fc = nn.Linear(inputs + 1, args.hidden_dim)
+        self.trunk = nn.Sequential(*layers[:-1])  # as in HOP, no ReLU behind the last convolution
+        self.fc = nn.Linear(inputs, args.hidden_dim)
+        self.time = nn.Linear(1, args.hidden_dim, bias=False)
         self.goal = nn.Linear(goals, args.hidden_dim, bias=False) if goals > 1 else None
         self.head = nn.Linear(args.hidden_dim, outputs)
         for module in self.modules():
@@ -181,7 +181,8 @@ class Network(nn.Module):
         if self.grid is not None:
             x = x[:, : self.grid[0] * self.grid[1] * self.grid[2]].unflatten(1, self.grid)
             x = F.pad(x, (0, round_up(self.grid[2], 8) - self.grid[2])).permute(0, 3, 1, 2)  # channels last in memory
-        return self.fc(torch.cat((self.trunk(x), time.to(x.dtype).unsqueeze(1)), 1))
+            x = self.trunk(x).permute(0, 2, 3, 1).flatten(1)
+        return self.fc(x) + self.time(time.to(x.dtype).unsqueeze(1))
 
     def forward(self, obs, time, goal=None):
         """goal (rows,) or None -> outputs (rows, outputs) in single precision"""
@@ -284,7 +285,7 @@ class Search:
         output, own_avail = self.agents(obs[own], time), avail[own]
         prior = log_softmax(output[:, :-1], own_avail).exp().masked_fill(~own_avail, -1.0)
         output_scale = torch.where(over, 0.0, env.return_scale)
-        others_time = time.repeat_interleave(self.others.shape[1])
+        others_time = time.unsqueeze(1).expand_as(self.others).flatten()
         logits = self.model(obs[others], others_time, self.goal.flatten())
         log_probs = log_softmax(logits, avail[others]).unflatten(0, self.others.shape)
         values = {"prior": prior, "value": output[:, -1] * output_scale, "others_log_probs": log_probs}
@@ -424,7 +425,7 @@ class Player:
             plays = plays & inputs.running.unsqueeze(1)
         policy = inputs.avail / inputs.avail.sum(-1, keepdim=True)
         decisions = plays.flatten().nonzero().flatten()  # the only wait for the device
-        for chosen in decisions.split(self.args.planners):
+        for chosen in decisions.split(self.args.planners) if len(decisions) else ():
             size = min(max(1 << (len(chosen) - 1).bit_length(), 8), self.args.planners)
             if size not in self.searches:
                 self.searches[size] = Search(self.args, env, agents, model, size, *self.sizes)

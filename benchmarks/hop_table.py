@@ -1,0 +1,176 @@
+"""HOP's table: normalised scores of HOP and direct-OM among three co-players of one kind; or how fast it decides.
+
+python benchmarks/hop_table.py --cuda
+python benchmarks/hop_table.py --env-id stag_hunt_4x4 --timesteps 15000 --sims 50 --trees 3 --episodes 32
+python benchmarks/hop_table.py --speed --cuda
+
+HOP and direct-OM learn by self-play and are then tested, without further updates of their networks, in encounters with
+co-players they have not met: random ones, cooperators (NS), defectors (NH), and learned ones, IPPO with its own reward
+and IPPO with the team's. A score of 1 is the return of a best response, IPPO trained among these co-players; 0 is that
+of random actions.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # for hop.py
+
+import hop  # noqa: E402
+from envs import runs  # noqa: E402
+from envs.episodes import Inputs  # noqa: E402
+
+METHODS = {"HOP": (), "direct-OM": ("--no-goals",)}
+NOTES = {  # what the notes have for the same columns, on 8 x 8; ours has no LOLA (HOP .97, direct-OM .64)
+    "HOP": {"IPPO": 0.80, "prosocial IPPO": 0.93, "RAND": 0.96, "NS": 0.74, "NH": 0.51},
+    "direct-OM": {"IPPO": 0.57, "prosocial IPPO": 0.79, "RAND": 0.91, "NS": 0.56, "NH": 0.44},
+}
+
+
+@dataclass
+class Args:
+    env_id: str = "stag_hunt"  # the environment
+    cuda: bool = False  # whether to use the GPU
+    seeds: int = 1  # runs of each method
+    jobs: int = 8  # runs at a time
+    timesteps: int = 200_000  # steps of HOP's and direct-OM's self-play
+    learned_timesteps: int | None = None  # steps of learned co-players and best responses (default: 30 million, CPU 1)
+    sims: int = 200  # simulations of a tree
+    trees: int = 5  # trees of a decision
+    train_sims: int | None = None  # simulations of a tree in self-play (default: as hop.py has it)
+    options: str = ""  # further options of hop.py, in quotes
+    episodes: int = 64  # encounters with each kind of co-players
+    encounter: int = 10  # matches of an encounter
+    run_root: Path = Path("runs/hop_table")  # the folder of the runs; complete ones that are there are used again
+    speed: bool = False  # only measure how many decisions a second are searched
+    planners: int = 1024  # decisions searched at a time, with --speed
+
+
+def speed(args):
+    """Prints decisions a second of new networks, at the beginning of matches."""
+    device = torch.device("cuda" if args.cuda else "cpu")
+    hop_args = hop.Args(env_id=args.env_id, cuda=args.cuda, planners=args.planners, sims=args.sims, trees=args.trees)
+    hop.check_args(hop_args)
+    env = hop.make_env(hop_args, args.planners, device, "training")
+    seat = torch.arange(args.planners, device=device).unsqueeze(1) % env.n_agents
+    player = hop.Player(hop.Learner(hop_args, env), env, seat)
+    env.reset()
+    player.reset(torch.ones_like(env.terminated))
+    own = torch.arange(args.planners, device=device).unsqueeze(1), seat
+    last = torch.full_like(env.actions, -1)
+    inputs = Inputs(env.obs[own], env.info["avail"][own], last[own], last, seat)
+    times = []
+    with torch.no_grad():
+        for _ in range(5 if args.cuda else 2):  # the first compiles and captures
+            started = time.time()
+            player.act(inputs, 0.0)
+            if args.cuda:
+                torch.cuda.synchronize()
+            times.append(time.time() - started)
+    seconds = min(times[1:])
+    where = torch.cuda.get_device_name() if args.cuda else "CPU"
+    print(
+        f"{args.env_id}, {where}: {args.planners} decisions at {args.sims} simulations and {args.trees} trees in "
+        f"{seconds:.2f} s: {args.planners / seconds:,.0f} decisions a second ({times[0]:.1f} s the first time)"
+    )
+
+
+def run_all(args, jobs):
+    """Runs scripts, some at a time; jobs: name -> (script, options). Returns the run folders by name."""
+    waiting, running, folders = dict(jobs), {}, {}
+    while waiting or running:
+        while waiting and len(running) < args.jobs:
+            name, (script, options) = next(iter(waiting.items()))
+            del waiting[name]
+            exp_name = name.replace(" ", "_")
+            pattern = f"*__{exp_name}__*/results.json"
+            found = sorted(args.run_root.glob(pattern))
+            if found:
+                folders[name] = found[-1].parent
+                continue
+            command = [sys.executable, str(ROOT / f"{script}.py"), "--exp-name", exp_name]
+            command += ["--run-root", str(args.run_root), *options, *["--cuda"] * args.cuda]
+            print(" ".join(command[1:]), flush=True)
+            log = open(args.run_root / f"{exp_name}.log", "w")  # noqa: SIM115 (closed with the process)
+            running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), pattern
+        for name, (process, pattern) in list(running.items()):
+            if process.poll() is None:
+                continue
+            del running[name]
+            if process.returncode:
+                raise SystemExit(f"{name} failed: {args.run_root / name.replace(' ', '_')}.log")
+            folders[name] = sorted(args.run_root.glob(pattern))[-1].parent
+        time.sleep(0.2)
+    return folders
+
+
+def main(args):
+    started = time.time()
+    args.learned_timesteps = args.learned_timesteps or (30_000_000 if args.cuda else 1_000_000)
+    args.run_root.mkdir(parents=True, exist_ok=True)
+    learned = ("--total-timesteps", str(args.learned_timesteps), "--eval-interval", str(args.learned_timesteps))
+    search = ("--sims", str(args.sims), "--trees", str(args.trees), *args.options.split())
+    if args.train_sims is not None:
+        search += ("--train-sims", str(args.train_sims))
+    jobs = {
+        "IPPO": ("ippo", ("--env-id", args.env_id, *learned)),
+        "prosocial IPPO": ("ippo", ("--env-id", f"{args.env_id},prosocial=True", *learned)),
+    }
+    for seed in range(1, args.seeds + 1):
+        for method, options in METHODS.items():
+            steps = ("--total-timesteps", str(args.timesteps), "--eval-interval", str(args.timesteps))
+            options = ("--env-id", args.env_id, "--seed", str(seed), *steps, *search, *options)
+            jobs[f"{method} {seed}"] = "hop", options
+    folders = run_all(args, jobs)
+    columns = {name: str(folders.get(name, name)) for name in NOTES["HOP"]}
+    jobs = {
+        f"best with {name}": (
+            "ippo",
+            ("--env-id", args.env_id, "--team", "3other1learner", "--pool", other, *learned),
+        )
+        for name, other in columns.items()
+    }
+    folders |= run_all(args, jobs)
+    print(f"{time.time() - started:.0f} s: all are trained", flush=True)
+
+    def returns(egos, others, episodes, encounter, out):
+        """(ego, other) -> mean return, by evaluate.py"""
+        command = [sys.executable, str(ROOT / "evaluate.py"), "--ego", *egos, "--others", *others, "--groups"]
+        command += ["homologue", "--episodes", str(episodes), "--encounter", str(encounter), "--env-id", args.env_id]
+        command += ["--out", str(args.run_root / out), *["--cuda"] * args.cuda]
+        subprocess.run(command, check=True)
+        rows = json.loads((args.run_root / out / "results.json").read_text())["rows"]
+        return {(row["ego"], row["other"]): row for row in rows}
+
+    bounds = {}
+    for name, other in columns.items():
+        best = str(folders[f"best with {name}"])
+        found = returns([best, "RAND"], [other], 2048, 1, f"bounds_{name.replace(' ', '_')}")
+        bounds[name] = found["RAND", other]["return"], found[best, other]["return"]
+    egos = {name: str(folder) for name, folder in folders.items() if name.split()[0] in METHODS}
+    found = returns(list(egos.values()), list(columns.values()), args.episodes, args.encounter, "methods")
+
+    print("| | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
+    for label, place in (("random actions", 0), ("best response", 1)):
+        print(f"| {label}, return | " + " | ".join(f"{bounds[name][place]:.2f}" for name in columns) + " |")
+    for method in METHODS:
+        mine = [ego for name, ego in egos.items() if name.split()[0] == method]
+        earned = {name: sum(found[ego, other]["return"] for ego in mine) / len(mine) for name, other in columns.items()}
+        print(f"| {method}, return | " + " | ".join(f"{earned[name]:.2f}" for name in columns) + " |")
+        scores = [(earned[name] - bounds[name][0]) / (bounds[name][1] - bounds[name][0]) for name in columns]
+        print(f"| {method} | " + " | ".join(f"{score:.2f}" for score in scores) + " |")
+        print(f"| {method}, notes | " + " | ".join(f"{NOTES[method][name]:.2f}" for name in columns) + " |")
+    print(f"{time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    runs.check_ranges(args, positive="seeds jobs timesteps learned_timesteps trees episodes encounter planners")
+    speed(args) if args.speed else main(args)
