@@ -49,7 +49,15 @@ QUICK = {
 QUICK_EPISODES = {key: QUICK[key] for key in QUICK if key not in ("batch_size", "buffer_size", "train_frequency")}
 QUICK_POLICY = QUICK_EPISODES | {"num_steps": 24, "update_epochs": 2, "num_minibatches": 2}
 QUICK_PLANNER = {key: QUICK[key] for key in QUICK if key not in ("buffer_size", "train_frequency")}
-QUICK_PLANNER |= {"env_id": "stag_hunt_4x4", "sims": 6, "trees": 2, "train_sims": 4, "depth": 4, "channels": (4,)}
+QUICK_PLANNER |= {
+    "env_id": "stag_hunt_4x4",
+    "batch_size": 64,
+    "sims": 6,
+    "trees": 2,
+    "train_sims": 4,
+    "depth": 4,
+    "channels": (4,),
+}
 NOT_TRAINED = {  # what a checkpoint has besides networks and arguments
     "optimizer": {}, "updates": 0, "resume": None,
     "progress": {"steps": 0, "episodes": 0, "seconds": 0.0, "evals": [], "complete": True, "next_eval": 1},

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import tyro
-from scripts import ALL_SCRIPTS, POLICY_SCRIPTS, ROOT, train
+from scripts import ALL_SCRIPTS, PLANNERS, POLICY_SCRIPTS, ROOT, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PAGES = [
@@ -143,7 +143,7 @@ def keys_on(page):
 @pytest.mark.parametrize("name", ALL_SCRIPTS)
 def test_every_logged_key_is_documented(name, logged_keys):
     keys = logged_keys(name)
-    loss = "losses/policy_loss" if name in POLICY_SCRIPTS else "losses/td_loss"
+    loss = "losses/policy_loss" if name in (*POLICY_SCRIPTS, *PLANNERS) else "losses/td_loss"
     assert {"charts/episodic_return_N", loss, "eval/win_rate"} <= keys
     assert (name == "omg_iql") == ({"omg/kl_per_dim", "omg/selected_k", "pretrain/kl"} <= keys)
     assert keys - keys_on(name) - keys_on("iql") == set()

@@ -315,16 +315,17 @@ def test_samples_are_those_of_plain_loops(env_id, spec, goals):
 
 
 def test_who_may_leave_earns_what_the_rules_allow():
-    env = envs.make("stag_hunt_4x4", 16, check=False)
+    env = envs.make("stag_hunt_4x4,limit=10", 8, check=False)
     team = Team(env, "self")
-    player = player_in(env, team, sims=20, trees=2, c_puct=1.0)
+    player = player_in(env, team, sims=12, trees=2, c_puct=1.0)
     returns, *_ = EpisodeRunner(env, team, player).play()
     assert returns.mean() > 0 and (returns.sum(1) <= 12).all()  # a mean of 3 at most
 
 
 # ---- runs ----
 def test_a_run_completes_resumes_and_is_played(tmp_path, monkeypatch):
-    options = {"total_timesteps": 250, "eval_interval": 120, "team": "2NH2learner", "encounter": 2}
+    env_id = "stag_hunt_4x4,limit=8"
+    options = {"env_id": env_id, "total_timesteps": 80, "eval_interval": 40, "team": "2NH2learner", "encounter": 2}
     names = train("hop", tmp_path / "whole", **options)
     folder = names["run"].folder
     results = json.loads((folder / "results.json").read_text())
@@ -334,7 +335,7 @@ def test_a_run_completes_resumes_and_is_played(tmp_path, monkeypatch):
     train("hop", tmp_path / "parts", resume=part, **options)
     assert_same_run(part, folder)
 
-    env = envs.make("stag_hunt_4x4", 4, check=False)
+    env = envs.make(env_id, 4, check=False)
     actions, _, _ = play.load_policy(str(folder), env)
     env.reset()
     chosen = actions(env.obs, env.info)
