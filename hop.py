@@ -48,7 +48,7 @@ class Args:
     teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
     encounter: int = 1  # matches in a row with the same others before new ones are drawn; counts of goals last as long
     num_envs: int | None = None  # matches at a time (default: 256 on the GPU, 32 on the CPU)
-    total_timesteps: int | None = None  # default: 200,000 on the GPU, 20,000 on the CPU
+    total_timesteps: int | None = None  # default: 400,000 on the GPU, 20,000 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 5)
     eval_episodes: int = 64  # episodes of an evaluation
     final_eval_episodes: int = 128  # episodes of the last evaluation
@@ -117,7 +117,7 @@ def check_args(args):
         raise runs.UsageError("--belief-decay is below 1, not 1.0: else counts have no end")
     sizes = {"num_envs": 32, "total_timesteps": 20_000, "planners": 128, "batch_size": 256, "hidden_dim": 128}
     if args.cuda:
-        sizes = {"num_envs": 256, "total_timesteps": 200_000, "planners": 1024, "batch_size": 1024, "hidden_dim": 512}
+        sizes = {"num_envs": 256, "total_timesteps": 400_000, "planners": 1024, "batch_size": 1024, "hidden_dim": 512}
     snowdrift = args.env_id.startswith("snowdrift")
     sizes |= {"c_puct": 15.0, "belief_decay": 0.98} if snowdrift else {"c_puct": 1.0, "belief_decay": 0.995}
     sizes |= {"train_sims": -(-args.sims // 4), "train_trees": args.trees}

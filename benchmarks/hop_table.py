@@ -40,8 +40,8 @@ class Args:
     cuda: bool = False  # whether to use the GPU
     seeds: int = 1  # runs of each method
     jobs: int = 8  # runs at a time
-    timesteps: int = 200_000  # steps of HOP's and direct-OM's self-play
-    learned_timesteps: int | None = None  # steps of learned co-players and best responses (default: 30 million, CPU 1)
+    timesteps: int = 400_000  # steps of HOP's and direct-OM's self-play
+    learned_timesteps: int | None = None  # steps of learned co-players and best responses (default: 20 million, CPU 1)
     sims: int = 200  # simulations of a tree
     trees: int = 5  # trees of a decision
     train_sims: int | None = None  # simulations of a tree in self-play (default: as hop.py has it)
@@ -83,61 +83,64 @@ def speed(args):
 
 
 def run_all(args, jobs):
-    """Runs scripts, some at a time; jobs: name -> (script, options). Returns the run folders by name."""
+    """Runs scripts, some at a time; returns the run folders by name.
+
+    jobs: name -> (script, options, co-players to play with: a scripted policy, another of the jobs, or None)
+    """
     waiting, running, folders = dict(jobs), {}, {}
-    while waiting or running:
-        while waiting and len(running) < args.jobs:
-            name, (script, options) = next(iter(waiting.items()))
-            del waiting[name]
-            exp_name = name.replace(" ", "_")
-            pattern = f"*__{exp_name}__*/results.json"
-            found = sorted(args.run_root.glob(pattern))
-            if found:
-                folders[name] = found[-1].parent
-                continue
-            command = [sys.executable, str(ROOT / f"{script}.py"), "--exp-name", exp_name]
-            command += ["--run-root", str(args.run_root), *options, *["--cuda"] * args.cuda]
-            print(" ".join(command[1:]), flush=True)
-            log = open(args.run_root / f"{exp_name}.log", "w")  # noqa: SIM115 (closed with the process)
-            running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), pattern
-        for name, (process, pattern) in list(running.items()):
-            if process.poll() is None:
-                continue
-            del running[name]
-            if process.returncode:
-                raise SystemExit(f"{name} failed: {args.run_root / name.replace(' ', '_')}.log")
-            folders[name] = sorted(args.run_root.glob(pattern))[-1].parent
-        time.sleep(0.2)
+    try:
+        while waiting or running:
+            ready = [name for name, (*_, other) in waiting.items() if other not in jobs or other in folders]
+            for name in ready[: args.jobs - len(running)]:
+                script, options, other = waiting.pop(name)
+                if other is not None:
+                    options = (*options, "--team", "3other1learner", "--pool", str(folders.get(other, other)))
+                exp_name = name.replace(" ", "_")
+                pattern = f"*__{exp_name}__*/results.json"
+                found = sorted(args.run_root.glob(pattern))
+                if found:
+                    folders[name] = found[-1].parent
+                    continue
+                command = [sys.executable, str(ROOT / f"{script}.py"), "--exp-name", exp_name]
+                command += ["--run-root", str(args.run_root), *options, *["--cuda"] * args.cuda]
+                print(" ".join(command[1:]), flush=True)
+                log = open(args.run_root / f"{exp_name}.log", "w")  # noqa: SIM115 (closed with the process)
+                running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), pattern
+            for name, (process, pattern) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[name]
+                if process.returncode:
+                    raise SystemExit(f"{name} failed: {args.run_root / name.replace(' ', '_')}.log")
+                folders[name] = sorted(args.run_root.glob(pattern))[-1].parent
+            time.sleep(0.2)
+    finally:
+        for process, _ in running.values():
+            process.terminate()
     return folders
 
 
 def main(args):
     started = time.time()
-    args.learned_timesteps = args.learned_timesteps or (30_000_000 if args.cuda else 1_000_000)
+    args.learned_timesteps = args.learned_timesteps or (20_000_000 if args.cuda else 1_000_000)
     args.run_root.mkdir(parents=True, exist_ok=True)
     learned = ("--total-timesteps", str(args.learned_timesteps), "--eval-interval", str(args.learned_timesteps))
     search = ("--sims", str(args.sims), "--trees", str(args.trees), *args.options.split())
     if args.train_sims is not None:
         search += ("--train-sims", str(args.train_sims))
     jobs = {
-        "IPPO": ("ippo", ("--env-id", args.env_id, *learned)),
-        "prosocial IPPO": ("ippo", ("--env-id", f"{args.env_id},prosocial=True", *learned)),
+        "IPPO": ("ippo", ("--env-id", args.env_id, *learned), None),
+        "prosocial IPPO": ("ippo", ("--env-id", f"{args.env_id},prosocial=True", *learned), None),
     }
     for seed in range(1, args.seeds + 1):
         for method, options in METHODS.items():
             steps = ("--total-timesteps", str(args.timesteps), "--eval-interval", str(args.timesteps))
             options = ("--env-id", args.env_id, "--seed", str(seed), *steps, *search, *options)
-            jobs[f"{method} {seed}"] = "hop", options
+            jobs[f"{method} {seed}"] = "hop", options, None
+    for name in NOTES["HOP"]:
+        jobs[f"best with {name}"] = "ippo", ("--env-id", args.env_id, *learned), name
     folders = run_all(args, jobs)
     columns = {name: str(folders.get(name, name)) for name in NOTES["HOP"]}
-    jobs = {
-        f"best with {name}": (
-            "ippo",
-            ("--env-id", args.env_id, "--team", "3other1learner", "--pool", other, *learned),
-        )
-        for name, other in columns.items()
-    }
-    folders |= run_all(args, jobs)
     print(f"{time.time() - started:.0f} s: all are trained", flush=True)
 
     def returns(egos, others, episodes, encounter, out):
