@@ -60,7 +60,9 @@ class Args:
     train_trees: int | None = None  # trees in training matches (default: as trees)
     depth: int = 12  # levels of a tree at most
     c_puct: float | None = None  # weight of the prior in the search (default: 1, snowdrift 15)
+    node_value: bool = True  # whether Q of an action starts at the value of its node, or (--no-node-value) at 0
     q_temperature: float = 2.0  # factor of Q in the softmax that is the policy: larger is greedier
+    end_q_temperature: float | None = None  # what it has become at the end of the run (default: the same)
     goals: bool = True  # whether the others' actions depend on goals, or (--no-goals) not: direct-OM
     intra_belief: bool = True  # whether beliefs follow the others' actions within a match
     inter_belief: bool = True  # whether the matches of an encounter count for the prior belief of the next
@@ -89,14 +91,8 @@ from envs.episodes import EpisodeRunner, Graphed, load_runner, round_up  # noqa:
 from envs.metrics import masked_mean  # noqa: E402
 from envs.team import Team  # noqa: E402
 
-FIELDS = (
-    "all_obs",
-    "all_avail",
-    "all_alive",
-    "all_action",
-    "search_policy",
-    "belief",
-)  # recorded, besides reward and seat
+# recorded for learning and `analyse`, besides reward and seat
+FIELDS = ("all_obs", "all_avail", "all_alive", "all_action", "search_policy", "belief")
 SURPRISE = 0.02  # share of random actions that Bayes' rule allows for: no action rules out a goal
 VISIT_EXPONENT = 1.5  # with a single tree the policy is visits to this power
 
@@ -108,7 +104,7 @@ def check_args(args):
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit encounter trees "
         "train_trees depth planners batch_size update_epochs hidden_dim learning_rate max_grad_norm channels gamma",
         fractions="gamma belief_decay teammate_epsilon checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval sims train_sims c_puct q_temperature",
+        non_negative="seed checkpoint_interval log_interval sims train_sims c_puct q_temperature end_q_temperature",
     )
     runs.resolve_device(args)
     if args.env_id.startswith("sc2/"):
@@ -120,7 +116,7 @@ def check_args(args):
         sizes = {"num_envs": 256, "total_timesteps": 400_000, "planners": 1024, "batch_size": 1024, "hidden_dim": 512}
     snowdrift = args.env_id.startswith("snowdrift")
     sizes |= {"c_puct": 15.0, "belief_decay": 0.98} if snowdrift else {"c_puct": 1.0, "belief_decay": 0.995}
-    sizes |= {"train_sims": -(-args.sims // 4), "train_trees": args.trees}
+    sizes |= {"train_sims": -(-args.sims // 4), "train_trees": args.trees, "end_q_temperature": args.q_temperature}
     runs.fill_in(args, sizes)
     runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 5, 1)})
 
@@ -245,7 +241,7 @@ class Search:
         self.levels = torch.arange(args.depth + 1, device=device).unsqueeze(1)
         self.graphed_simulate = Graphed(self.simulate, device)
 
-    def plan(self, env, match, seat, log_belief):
+    def plan(self, env, match, seat, log_belief, q_temperature):
         """Searches from matches (planners,) of `env` for their seats (planners,), with beliefs (planners, agents,
         goals); returns the policy and, where an action is available, its Q (planners, actions).
         """
@@ -263,18 +259,19 @@ class Search:
         self.count += 1
         for _ in range(self.sims):
             self.graphed_simulate()
-        return self.result()
+        return self.result(q_temperature)
 
-    def result(self):
+    def result(self, q_temperature):
         total, visits, prior = (x[0].unflatten(0, (-1, self.trees)) for x in (self.total, self.visits, self.prior))
         unavailable = prior[:, 0] < 0
-        q = (total / (1 + visits)).mean(1).masked_fill(unavailable, -torch.inf)
+        value = self.value[0].view(-1, self.trees, 1) * self.args.node_value
+        q = ((total + value) / (1 + visits)).mean(1).masked_fill(unavailable, -torch.inf)
         if self.sims == 0:
             policy = prior.clamp(min=0).mean(1)
         elif self.trees == 1:
             policy = visits[:, 0].pow(VISIT_EXPONENT)
         else:
-            policy = F.softmax(self.args.q_temperature * q, -1)
+            policy = F.softmax(q_temperature * q, -1)
         return policy / policy.sum(-1, keepdim=True), q
 
     def add_node(self, level, earned, over):
@@ -341,7 +338,8 @@ class Search:
         child = torch.where(new_edge, self.count.unsqueeze(-1), self.child.gather(0, nodes))
         # where to go from these nodes the next time
         exploration = args.c_puct * (1 + visits.sum(-1, keepdim=True)).sqrt() * prior
-        score = ((total + exploration) / (1 + visits)).masked_fill(prior < 0, -torch.inf)
+        first = self.at(self.value, node).unsqueeze(-1) * args.node_value  # as if it had been visited once
+        score = ((total + first + exploration) / (1 + visits)).masked_fill(prior < 0, -torch.inf)
         best = score.argmax(-1, keepdim=True)
         for array, values in ((self.total, total), (self.visits, visits), (self.child, child)):
             array.scatter_(0, nodes, values)
@@ -360,6 +358,7 @@ class Player:
         self.learner, self.env, self.explore = learner, env, explore
         self.args = args = learner.args
         self.sizes = (args.train_sims, args.train_trees) if explore else (args.sims, args.trees)
+        self.q_temperature = args.q_temperature
         self.searches = {}  # by the number of decisions
         self.fast = [copy.deepcopy(network) for network in learner.networks().values()] if learner.half else None
         for network in self.fast or ():
@@ -431,7 +430,7 @@ class Player:
                 self.searches[size] = Search(self.args, env, agents, model, size, *self.sizes)
             rows = F.pad(chosen, (0, size - len(chosen)), value=0)
             place, seat = rows // plays.shape[1], inputs.seat.flatten()[rows]
-            found, _ = self.searches[size].plan(env, match[place], seat, self.log_belief[place])
+            found, _ = self.searches[size].plan(env, match[place], seat, self.log_belief[place], self.q_temperature)
             policy.flatten(0, 1)[chosen] = found[: len(chosen)]
         self.outputs["search_policy"].copy_(policy)
         self.outputs["belief"].copy_(self.log_belief.exp())
@@ -588,7 +587,8 @@ if __name__ == "__main__":
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
     learner = Learner(args, env)
-    runner = EpisodeRunner(env, team, Player(learner, env, team.learner_seats, explore=True), FIELDS)
+    player = Player(learner, env, team.learner_seats, explore=True)
+    runner = EpisodeRunner(env, team, player, FIELDS)
     eval_player = Player(learner, eval_env, eval_team.learner_seats)
     eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS)
     state = {"runner": runner, "eval_runner": eval_runner}
@@ -596,6 +596,8 @@ if __name__ == "__main__":
     with runs.Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():
             # ALGO LOGIC: play a round of matches, learn from its decisions
+            progress = min(run.steps / args.total_timesteps, 1)
+            player.q_temperature = args.q_temperature + progress * (args.end_q_temperature - args.q_temperature)
             returns, lengths, won, valid = runner.play()
             steps, episodes = int(lengths.sum()), int(valid.sum())
             learner.learn(runner.episodes, lengths)
