@@ -86,8 +86,8 @@ import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import envs  # noqa: E402
-from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import EpisodeRunner, Graphed, load_runner, round_up  # noqa: E402
+from envs import checkpoints, runs  # noqa: E402
+from envs.episodes import EpisodeRunner, Graphed, round_up  # noqa: E402
 from envs.metrics import masked_mean  # noqa: E402
 from envs.team import Team  # noqa: E402
 
@@ -613,6 +613,3 @@ if __name__ == "__main__":
                 run.save()
         results = eval_runner.evaluate(args.final_eval_episodes)
         run.finish(*results, om=analyse(learner, eval_runner.selection()))
-    if args.capture_video:
-        video_env = make_env(args, 1, device, "video")
-        play.record(load_runner(run.folder, video_env), run.folder / "match.gif")
