@@ -156,8 +156,15 @@ def test_a_run_that_keeps_its_memory_plays_single_matches_and_encounters(tmp_pat
 
 
 # ---- a belief that is kept from match to match ----
-@pytest.mark.parametrize("carry_belief", [True, False])
-@pytest.mark.parametrize(("env_id", "team"), [("matrix_ipd", "scripted"), ("stag_hunt_4x4", "1NS1NH2learner")])
+@pytest.mark.parametrize(
+    ("env_id", "team", "carry_belief"),
+    [
+        ("matrix_ipd", "scripted", True),
+        pytest.param("matrix_ipd", "scripted", False, marks=pytest.mark.slow),
+        ("stag_hunt_4x4", "1NS1NH2learner", True),
+        ("stag_hunt_4x4", "1NS1NH2learner", False),
+    ],
+)
 def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
     learner, runner = make_runner("belief_iql", env_id, team, encounter=3, carry_belief=carry_belief)
     model, total = learner.model, None

@@ -80,7 +80,9 @@ def play_alone(env, seats):
     return returns, lengths, won
 
 
-@pytest.mark.parametrize("ego", ["nearest", "vdn", pytest.param("separate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ego", ["vdn", *(pytest.param(ego, marks=pytest.mark.slow) for ego in ("nearest", "separate"))]
+)
 def test_counts_are_those_of_a_plain_loop(runs, ego, tmp_path):
     """Three others, three matches with each, of which five are played at a time."""
     ego, others = runs.get(ego, ego), ["weakest", "nearest", runs["qmix"]]

@@ -75,7 +75,10 @@ def test_matrix_games_pay_by_their_table_and_show_the_last_actions(name):
     assert env.zero_sum == (name == "matrix_pennies") and not env.team_reward
 
 
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("matrix_ipd", "matrix_bos") else pytest.param(name, marks=pytest.mark.slow) for name in GAMES],
+)
 def test_memory_one_strategies_earn_what_the_exact_solution_says(name):
     """All pairs: discounted means of simulated games and of the Markov chain of the two strategies."""
     pairs, copies, gamma, steps = list(itertools.product(MEMORY_ONE, repeat=2)), 60, 0.96, 100

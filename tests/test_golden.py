@@ -308,6 +308,7 @@ def test_start_is_as_the_map_says(name):
     assert_as_specified(name, {}, units, np.full((8, allies), -1), 0, obs, info)
 
 
+SOME = ("3m", "2s3z", "MMM", "corridor")  # of all options among the quick tests
 OPTIONS = {
     "plain": {},
     "all": {
@@ -323,9 +324,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=() if options in ("plain", "all") or name in SOME else pytest.mark.slow)
+        for name in SIZES
+        for options in OPTIONS
+    ],
+)
 def test_observation_state_and_masks_are_as_specified(name, options):
+    options = OPTIONS[options]
     env = envs.make(name, num_envs=4, seed=3, **options)
     env.reset()
     for _ in range(3):

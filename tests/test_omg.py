@@ -499,7 +499,12 @@ def test_last_actions_are_in_the_order_of_the_observation(name, env_id):
         assert (actions == obs[..., -env.n_agents * env.n_actions :].view_as(actions)).all()
 
 
-TEAMS = [("8m", "6nearest2omg"), ("8m", "scripted"), ("stag_hunt_4x4", "2NS2omg"), ("stag_hunt_4x4", "self")]
+TEAMS = [
+    pytest.param("8m", "6nearest2omg", marks=pytest.mark.slow),
+    ("8m", "scripted"),
+    ("stag_hunt_4x4", "2NS2omg"),
+    pytest.param("stag_hunt_4x4", "self", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("env_id", "team"), TEAMS)
@@ -850,7 +855,7 @@ def not_stopped(tmp_path_factory):
     return train("omg_iql", tmp_path_factory.mktemp("whole"), **STOPPED)["run"].folder
 
 
-@pytest.mark.parametrize("update", [7, 21, *(pytest.param(update, marks=pytest.mark.slow) for update in (1, 20, 22))])
+@pytest.mark.parametrize("update", [21, *(pytest.param(update, marks=pytest.mark.slow) for update in (1, 7, 20, 22))])
 def test_a_run_stopped_in_pretraining_goes_on_there(update, not_stopped, tmp_path, monkeypatch):
     """20 updates of the VAE and 2 of the CVAE; the result is that of a run that was not stopped."""
     step, updates = pretrain_cvae.Pretraining.step, []

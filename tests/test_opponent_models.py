@@ -82,6 +82,7 @@ def test_losses_equal_plain_loops(name, options, rewards):
         assert value.item() == pytest.approx(expected[key], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_plain_losses_of_variants_differ():
     env = env_spec()
     batch = random_batch(env, (8,), ((1, 2),), [(0, 2, 5)])

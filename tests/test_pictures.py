@@ -727,6 +727,7 @@ def test_every_control_has_a_name(browser, matches):
     assert any(name.startswith("8m, step ") for _, name in named), named
 
 
+@pytest.mark.slow
 def test_the_speed_can_be_changed(browser, matches):
     browser.open(matches)
     got = {}
@@ -739,6 +740,7 @@ def test_the_speed_can_be_changed(browser, matches):
     assert got["4"] > 3 * got["0.25"] > 0
 
 
+@pytest.mark.slow
 def test_one_match_follows_the_other(browser, matches):
     browser.open(matches)
     browser.click("part.frame", 0.999)

@@ -403,6 +403,7 @@ def test_a_run_stopped_after_every_rollout_equals_one_that_was_not(name, complet
     assert "charts/epsilon" not in log
 
 
+@pytest.mark.slow
 def test_a_run_among_others_is_resumed_exactly(tmp_path):
     env = envs.make("stag_hunt_4x4", num_envs=4)
     pool = write_run(tmp_path / "iql", "iql", env)

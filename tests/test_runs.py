@@ -359,7 +359,7 @@ def test_a_run_killed_before_its_results_writes_them_on_resuming(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_stops_a_run_which_can_be_resumed(complete_run, number, tmp_path, monkeypatch):
     step, calls = Battle.step, []
 
@@ -559,7 +559,8 @@ def full_disk(room=0):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("room", [pytest.param(0, marks=pytest.mark.slow), 20_000])
+@pytest.mark.parametrize("room", [0, 20_000])
+@pytest.mark.slow
 def test_a_full_disk_does_not_end_a_run(room, tmp_path, monkeypatch, capsys):
     """From its second save on there is no room, until its fourth: it goes on, and saves then."""
     options = {"total_timesteps": 700, "checkpoint_interval": 0}

@@ -698,6 +698,7 @@ def test_four_random_hunters_earn_the_same():
     assert_equal_means(returns(envs.make("stag_hunt_4x4", num_envs=8000), "RAND"))
 
 
+@pytest.mark.slow
 def test_a_role_earns_the_same_in_every_seat():
     env = envs.make("stag_hunt_4x4", num_envs=3000)
     roles = torch.tensor([NS, NH, RAND, RAND])

@@ -442,7 +442,9 @@ def test_snapshots_are_rejected(world):
 
 
 # ---- games that fail ----
-@pytest.mark.parametrize("fault", ["crash", "error", "exit", "die", "hang"])
+@pytest.mark.parametrize(
+    "fault", ["crash", "die", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("error", "exit", "hang"))]
+)
 def test_game_that_fails_makes_its_match_invalid_and_no_other(world, fault):
     env = world.make("sc2/3m", num_envs=2, step_timeout=2.0 if fault == "hang" else 60.0)
     env.reset()

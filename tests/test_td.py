@@ -253,7 +253,7 @@ def with_garbage(batch, number):
     return batch
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -3e38, 7.0])
+@pytest.mark.parametrize("number", [float("nan"), -3e38, 7.0])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("team_reward", [True, False])
 @EVERY_SCRIPT

@@ -293,7 +293,7 @@ def compare_with_scripts(team, rounds=3, steps=12):
     assert alone and all(taken.total() > 100 and len(taken) > 2 for taken in actions.values()), actions
 
 
-@pytest.mark.parametrize("mix", [False, True])
+@pytest.mark.parametrize("mix", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_stacked_runs_act_as_their_scripts_play_them(pool, mix):
     team = make("3iql1nearest2qmix1vdn1omg", num_envs=12, pool=[f"{pool}/*"], mix=mix, seed=3)
     assert not team.players and len(team.networks.slots) == 6
