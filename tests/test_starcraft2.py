@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import envs
-from envs import episodes, starcraft2, starcraft2_worker
+from envs import episodes, processes, starcraft2, worker
 from envs.battle_data import MAPS, TERRAINS, TYPES
 from envs.episodes import EpisodeRunner, GameFailed, RandomPlayer, Stopped
 from envs.team import Team
@@ -521,7 +521,7 @@ def test_game_that_crashes_at_every_step_ends_an_evaluation(world):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_failures_are_counted_since_the_last_match_that_was_finished(world, monkeypatch):
-    monkeypatch.setattr(starcraft2, "MAX_FAILURES", 2)
+    monkeypatch.setattr(processes, "MAX_FAILURES", 2)
     world.south("crash")
     env = world.make("sc2/3m")
     for _ in range(2):
@@ -567,7 +567,7 @@ def test_stop_is_asked_for_in_every_step(world):
 @pytest.mark.parametrize("hanging", ["every_step", pytest.param("hang_resets", marks=pytest.mark.slow)])
 def test_stop_is_asked_for_while_a_game_hangs(world, monkeypatch, hanging):
     (world.notes / hanging).write_text("hang")
-    monkeypatch.setattr(starcraft2_worker, "SECONDS_TO_CLOSE", 1.0)  # then it is killed
+    monkeypatch.setattr(worker, "SECONDS_TO_CLOSE", 1.0)  # then it is killed
     env = world.make("sc2/3m", step_timeout=1e6, reset_timeout=1e6)
     runner = make_runner(env)
     runner.should_stop = lambda: len(world.read("hangs")) > 0
@@ -586,7 +586,7 @@ def test_start_can_be_interrupted(world, monkeypatch):
         "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(600)"
     )
     monkeypatch.syspath_prepend(slow)
-    monkeypatch.setattr(starcraft2_worker, "SECONDS_TO_CLOSE", 1.0)
+    monkeypatch.setattr(worker, "SECONDS_TO_CLOSE", 1.0)
     started = []
     monkeypatch.setattr(
         starcraft2, "Process", lambda *given, make=starcraft2.Process: started.append(make(*given)) or started[-1]
@@ -640,8 +640,8 @@ def test_game_whose_process_was_killed_is_not_left_behind(world):
 
 SCRIPT = """
 import signal, sys, torch, envs
-from envs import starcraft2_worker
-starcraft2_worker.SECONDS_TO_CLOSE = 2.0
+from envs import worker
+worker.SECONDS_TO_CLOSE = 2.0
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background may have it ignored
 env = envs.make("sc2/3m", num_envs=2, autoreset=True)
 env.reset()
