@@ -103,7 +103,7 @@ def check_args(args):
     sizes = {"num_envs": 32, "total_timesteps": 1_000_000 if args.team == "self" else 4_000_000}
     if args.cuda:
         sizes = {"num_envs": 256, "total_timesteps": 20_000_000}
-    if args.env_id.startswith("sc2/"):
+    if not envs.is_simulated(args.env_id):
         sizes["num_envs"] = 8
     runs.fill_in(args, sizes)
     runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})

@@ -88,8 +88,8 @@ def check_args(args, egos):
     args.env_id = args.env_id or known[0]["env_id"]
     args.n_agents = args.n_agents or (known[0]["args"]["n_agents"] if known else None)
     runs.resolve_device(args)
-    real_game = args.env_id.startswith("sc2/")
-    runs.fill_in(args, {"num_envs": 8 if real_game else 8192 if args.cuda else 512})
+    slow_game = not envs.is_simulated(args.env_id)
+    runs.fill_in(args, {"num_envs": 8 if slow_game else 8192 if args.cuda else 512})
     env = make_env(args, 1)
     env.close()  # only its sizes are needed
     runs.fill_in(args, {"team": f"{env.n_agents - 1}other1ego"})
@@ -250,7 +250,7 @@ def adapt(args, ego, saved):
         "env_id": args.env_id, "team": args.team.replace("ego", "learner"), "pool": args.others, "seat": "rotate",
         "mix_teammates": "homologue" not in args.groups, "total_timesteps": args.adapt,
         "eval_interval": max(args.adapt // 20, 1), "start_e": 0.05, "end_e": 0.05, "vae": None,
-        "train_frequency": None if args.env_id.startswith("sc2/") else 1000 if args.cuda else 100,
+        "train_frequency": None if not envs.is_simulated(args.env_id) else 1000 if args.cuda else 100,
     }  # fmt: skip
     command = [sys.executable, script.__file__]
     for name, value in options.items():
@@ -384,11 +384,11 @@ def main(args):
             after = checkpoints.read_run(adapted[ego])
             new = evaluate(args, adapted[ego], after, len(schedule.pool), args.adapt)
             rows += [{**row, "ego": ego} for row in new]
-    team_reward = schedule.env.team_reward
+    is_won = schedule.env.team_reward and results.is_won_together(args.env_id)
     results.normalise(rows, bounds)
-    draw(args.out, rows, "win_rate" if team_reward else "return")
+    draw(args.out, rows, "win_rate" if is_won else "return")
     if adapted:
-        write_adaptation(args.out, adapted, "win_rate" if team_reward else "episodic_return")
+        write_adaptation(args.out, adapted, "win_rate" if is_won else "episodic_return")
     if args.video:
         record(args, *next(iter(egos.items())))
     about = {"command": " ".join(sys.argv), "seconds": time.time() - started, "args": asdict(args), "adapted": adapted}

@@ -104,8 +104,8 @@ def check_args(args):
     )
     runs.check_team_options(args)
     runs.resolve_device(args)
-    if args.env_id.startswith("sc2/"):
-        raise runs.UsageError(f"--env-id {args.env_id}: this script plays simulated matches, not the real game")
+    if not envs.is_simulated(args.env_id):
+        raise runs.UsageError(f"--env-id {args.env_id}: this script plays simulated matches only")
     sizes = {"num_envs": 2048, "total_timesteps": 20_000_000, "update_epochs": 2, "num_minibatches": 8}
     if not args.cuda:
         sizes = {"num_envs": 64, "total_timesteps": 1_000_000, "update_epochs": 4, "num_minibatches": 4}

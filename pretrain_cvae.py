@@ -59,6 +59,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
 
 import torch  # noqa: E402
 
+import envs  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng  # noqa: E402
 from envs.metrics import masked_mean  # noqa: E402
@@ -175,7 +176,7 @@ if __name__ == "__main__":
     positive = "num_envs encounter pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
     runs.check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
     runs.resolve_device(args)
-    num_envs = 8 if args.env_id.startswith("sc2/") else 1024 if args.cuda else 512
+    num_envs = 8 if not envs.is_simulated(args.env_id) else 1024 if args.cuda else 512
     runs.fill_in(args, {"num_envs": num_envs, **runs.PRETRAINING[args.cuda]})
     script = runs.load_script(args)
     env = script.make_env(args, args.num_envs, runs.set_up_torch(args), "pre-training")

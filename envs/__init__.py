@@ -30,7 +30,7 @@ from envs.snowdrift import IDS as SNOWDRIFTS
 from envs.snowdrift import Snowdrift
 from envs.stag_hunt import StagHunt, is_hunt
 
-__all__ = ["__version__", "list_ids", "make"]
+__all__ = ["__version__", "is_simulated", "list_ids", "make"]
 
 KINDS = {  # the class of each id; the real game's is imported when it is asked for
     **dict.fromkeys(MAPS, Battle),
@@ -56,8 +56,13 @@ __version__ = _version()
 
 
 def list_ids():
-    """The ids that `make` takes; it also takes those of PATTERNS."""
+    """The ids that `make` takes; it also takes those of PATTERNS, and pettingzoo:package.module."""
     return [*KINDS, *(f"sc2/{name}" for name in MAPS)]
+
+
+def is_simulated(env_id):
+    """Whether matches are played here, by the thousand, and not by other programs."""
+    return not env_id.startswith(("sc2/", "pettingzoo:"))
 
 
 def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, **options):
@@ -75,9 +80,9 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, 
         raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
     parameters = inspect.signature(kind.__init__).parameters.values()
     own = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
-    allowed = ("autoreset", "agent_state", "check", *own, *kind.passed_on)
+    allowed = ("autoreset", "agent_state", "check", *own, *(kind.passed_on or ()))
     for key in options:
-        if key not in allowed:
+        if key not in allowed and kind.passed_on is not None:
             raise ValueError(f"{name} has no option {key!r}: one of {', '.join(allowed)}")
     check_whole_number("encounters", encounters, 1, 10_000)
     if encounters > 1 and not kind.simulated:
@@ -124,6 +129,10 @@ def _kind(env_id):
         from envs.starcraft2 import StarCraft2  # only those who ask for it need its package
 
         return StarCraft2
+    if isinstance(env_id, str) and env_id.startswith("pettingzoo:"):
+        from envs.pettingzoo_worlds import PettingZooWorld
+
+        return PettingZooWorld
     raise ValueError(f"unknown environment {env_id!r}: {_suggestion(str(env_id)[:100])}envs.list_ids() has all ids")
 
 

@@ -283,8 +283,8 @@ class Batch:
     obs_bound = 1.0  # no number of an observation is larger, or smaller than its negative
     sides = None  # the side, 0 or 1, of each agent, where there are two with opposing interests
     learner_side = 0  # whose seats a single learner rotates through, where there are sides
-    simulated = True  # whether matches can be copied and steps captured in a CUDA graph; the real game cannot
-    passed_on = ()  # options that go to another package as they are
+    simulated = True  # whether matches can be copied and steps captured in a CUDA graph, or others play them
+    passed_on = ()  # options that go to another package as they are; None: all that are not known
     ranges: ClassVar = {}  # (least, most) of tensors of the simulation by name: numbers, or tensors that broadcast
     match_axis: ClassVar = {}  # which axis of a tensor of the simulation is that of the matches, where it is not 0
     goals = ()  # what an agent may want to reach, by name, where the environment has a `goal_reached`

@@ -73,6 +73,8 @@ def _placed(scene):
         return {**scene, "view": render.view_of(scene["ground"], scene["width"], scene["height"])}
     if scene["game"] == "tag":
         return scene
+    if scene["game"] == "picture":
+        raise ValueError(f"{scene['title']} draws its own pictures, for a .gif or an .mp4: there is no page of them")
     prey, hunters = (
         [{**thing, **dict(zip(("x", "y", "size"), place or (None,) * 3))} for thing, place in zip(scene[group], places)]
         for group, places in zip(("prey", "hunters"), render.places_in_cells(scene))

@@ -58,6 +58,10 @@ def draw(scene, size=480, sight=None, goals=None):
     `sight` is an agent, or several, whose sight is shaded; `goals` are predictions: (agent, x, y), or
     (agent, row, column) on a grid.
     """
+    if scene["game"] == "picture":  # the environment draws by itself
+        picture = Image.fromarray(scene["picture"])
+        width = min(size, round(size * picture.width / picture.height))
+        return np.array(picture.resize((width, max(1, round(width * picture.height / picture.width)))))
     seers = [] if sight is None else list(np.atleast_1d(sight))
     goals = [(int(agent), float(first), float(second)) for agent, first, second in goals or ()]
     image = {"battle": _battle, "hunt": _hunt, "tag": _tag}[scene["game"]](scene, size * FINE, seers, goals)

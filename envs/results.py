@@ -252,7 +252,9 @@ def curves(groups, path):
 
 
 def is_won_together(env_id):
-    """Whether winning says how well an agent did: not where each has a reward of its own."""
+    """Whether winning says how well an agent did: not where each has its own reward, or nobody says who won."""
+    if env_id.startswith("pettingzoo:"):
+        return False
     try:
         return envs.make(env_id.removeprefix("sc2/")).team_reward
     except ValueError:  # an environment of the script's own

@@ -33,6 +33,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
+import envs
 from envs import checkpoints, files
 from envs.episodes import EpisodeRunner, GameFailed, Graphed, ScriptedPlayer, Stopped, load_runner
 
@@ -185,7 +186,7 @@ def resolve_device(args):
     if args.cuda and not torch.cuda.is_available():
         print("There is no GPU that torch can use: going on with the CPU.")
         args.cuda = False
-    elif args.cuda and importlib.util.find_spec("numba_cuda") is None and not args.env_id.startswith("sc2/"):
+    elif args.cuda and importlib.util.find_spec("numba_cuda") is None and envs.is_simulated(args.env_id):
         print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
         args.cuda = False
 
@@ -212,6 +213,8 @@ def check_team_options(args):
         raise UsageError("--tell-who is for a learner among others: with --team self there are none to tell of")
     if args.tell_who and args.capture_video:
         raise UsageError("--tell-who has no video: what such a learner is told is known in its own run only")
+    if args.capture_video and args.env_id.startswith("pettingzoo:") and "render_mode=rgb_array" not in args.env_id:
+        raise UsageError(f"--capture-video needs pictures: --env-id {args.env_id},render_mode=rgb_array")
     if args.keep_memory and args.encounter == 1:
         raise UsageError("--keep-memory is for encounters of several matches: --encounter says how many")
 
@@ -232,8 +235,8 @@ def check_common_goal(args, env, team):
 
 def fill_in_sizes(args):
     """Sets the sizes of a run that were not given: they depend on the device and on how many seats learn."""
-    real_game = args.env_id.startswith("sc2/")
-    single = getattr(args, "team", "self") != "self" and not real_game  # one learner: a match has less to learn from
+    slow_game = not envs.is_simulated(args.env_id)
+    single = getattr(args, "team", "self") != "self" and not slow_game  # one learner: a match has less to learn from
     if args.cuda:
         defaults = {"num_envs": 1024, "total_timesteps": 20_000_000, "batch_size": 64}
         defaults["train_frequency"] = 1000 if single else 2000
@@ -241,7 +244,7 @@ def fill_in_sizes(args):
         defaults = {"num_envs": 512, "total_timesteps": 4_000_000, "batch_size": 32, "train_frequency": 400}
     else:
         defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
-    if real_game:  # slow: it is learned from more often
+    if slow_game:  # slow: it is learned from more often
         defaults |= {"num_envs": 8, "train_frequency": 60}
     if hasattr(args, "pretrain_updates"):
         defaults |= PRETRAINING[args.cuda]
