@@ -55,7 +55,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
 
 from envs import files, runs  # noqa: E402
 from envs.cluster import LOST, ROOT, OnRay, Process, leads_outside  # noqa: E402
-from envs.results import curves, is_done, load_results, rows_of, table  # noqa: E402
+from envs.results import curves, is_done, load_results, marl_eval, rows_of, table  # noqa: E402
 
 
 # ---- jobs ----
@@ -443,10 +443,11 @@ if __name__ == "__main__":
     for job in jobs:
         results = read_results(job, root) if job.done(root) else {}
         if "final" in results:
-            groups.setdefault((job.label, job.env_id), []).append(results)
+            groups.setdefault((job.label, job.env_id), []).append({**results, "seed": job.seed})
     if groups:
         rows = rows_of(groups)
         files.write_text(root / f"{args.report}.json", json.dumps(rows, indent=1))
+        files.write_text(root / f"{args.report}_marl_eval.json", json.dumps(marl_eval(groups), indent=1))
         files.write_text(root / f"{args.report}.md", table(rows) + "\n")
         curves(groups, root / f"{args.report}.png")
         print(f"{table(rows)}\n{root / args.report}.md, .json and .png have this and the curves")

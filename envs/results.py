@@ -261,5 +261,36 @@ def is_won_together(env_id):
         return True
 
 
+def marl_eval(groups):
+    """The runs in the layout of the package marl-eval: environment -> task -> algorithm -> seed -> evaluations.
+
+    It looks names up in lower case, and wants as many evaluations of every run of an environment: the shortest's.
+    """
+    names = {"win_rate": "win_rate", "episodic_return": "return"}
+    content, fewest = {}, {}
+    for (_, env_id), runs in groups.items():
+        game = _game_of(env_id)
+        fewest[game] = min(fewest.get(game, math.inf), *(len(run["evals"]) for run in runs))
+    for (label, env_id), runs in groups.items():
+        game = _game_of(env_id)
+        seeds = content.setdefault(game, {}).setdefault(env_id.lower(), {}).setdefault(label, {})
+        for run in runs:
+            steps = {
+                f"step_{number}": {"step_count": row["steps"], **{name: [row[key]] for key, name in names.items()}}
+                for number, row in enumerate(run["evals"][: fewest[game]], 1)
+            }
+            final = {name: [run["final"][key]] for key, name in names.items()}
+            seeds[f"seed_{run['seed']}"] = {**steps, "absolute_metrics": final}
+    return content
+
+
+def _game_of(env_id):
+    """What marl-eval calls the environment of a task: battle, staghunt, foraging, ..."""
+    try:
+        return envs._kind(envs.parse_id(env_id)[0]).__name__.lower()
+    except ValueError:  # an environment of the script's own
+        return "own"
+
+
 def evals_of(runs):
     return [evaluation for run in runs for evaluation in run["evals"]]

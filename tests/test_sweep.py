@@ -89,6 +89,26 @@ def test_a_crashed_run_is_resumed_and_what_is_done_is_skipped(tmp_path):
     ]  # fmt: skip
     assert results.table(rows) in output and results.table(rows) in (tmp_path / "runs" / "sweep.md").read_text()
     assert (tmp_path / "runs" / "sweep.png").stat().st_size > 1000
+    content = json.loads((tmp_path / "runs" / "sweep_marl_eval.json").read_text())["own"]
+    assert list(content) == ["a", "b"] and list(content["a"]) == ["toy_script"]
+    runs_of_a = content["a"]["toy_script"]
+    assert list(runs_of_a) == ["seed_1", "seed_2"] and len(runs_of_a["seed_2"]) == 11
+    assert runs_of_a["seed_2"]["step_4"] == {"step_count": 4, "win_rate": [0.04], "return": [2]}
+    assert list(runs_of_a["seed_2"])[-1] == "absolute_metrics"
+    assert runs_of_a["seed_2"]["absolute_metrics"] == {"win_rate": [0.2], "return": [2]}
+
+
+def test_marl_eval_has_as_many_evaluations_of_every_run_of_a_game():
+    def run_of(seed, evals):
+        rows = [{"steps": 10 * n, "win_rate": 0.5, "episodic_return": n} for n in range(evals)]
+        return {"seed": seed, "evals": rows, "final": {"win_rate": 1.0, "episodic_return": 9.0}}
+
+    groups = {("iql", "MMM"): [run_of(1, 3)], ("vdn", "3m"): [run_of(1, 2)], ("iql", "coin_game"): [run_of(4, 5)]}
+    content = results.marl_eval(groups)
+    assert list(content["battle"]) == ["mmm", "3m"] and list(content["coingame"]) == ["coin_game"]
+    battle, coins = content["battle"], content["coingame"]["coin_game"]
+    assert [len(runs["seed_1"]) for runs in (battle["mmm"]["iql"], battle["3m"]["vdn"])] == [3, 3]
+    assert len(coins["iql"]["seed_4"]) == 6
 
 
 def test_a_run_that_crashes_twice_is_given_up_and_the_others_are_made(tmp_path):
