@@ -107,7 +107,7 @@ def check_args(args):
         non_negative="seed checkpoint_interval log_interval sims train_sims c_puct q_temperature end_q_temperature",
     )
     runs.resolve_device(args)
-    if args.env_id.startswith("sc2/"):
+    if not envs.is_simulated(args.env_id):
         raise runs.UsageError(f"--env-id {args.env_id}: this script looks ahead in copies of simulated matches")
     if args.belief_decay == 1:
         raise runs.UsageError("--belief-decay is below 1, not 1.0: else counts have no end")
