@@ -563,7 +563,7 @@ def full_disk(room=0):
 @pytest.mark.slow
 def test_a_full_disk_does_not_end_a_run(room, tmp_path, monkeypatch, capsys):
     """From its second save on there is no room, until its fourth: it goes on, and saves then."""
-    options = {"total_timesteps": 700, "checkpoint_interval": 0}
+    options = {"total_timesteps": 1500, "checkpoint_interval": 0}
     expected = outcome(train("iql", tmp_path / "undisturbed", **options)["run"].folder)
     monkeypatch.setattr(runs, "RETRY", 0)
     save, saved, disk = runs.Run.save, [], contextlib.ExitStack()
