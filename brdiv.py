@@ -130,7 +130,6 @@ class Pairs:
     def __init__(self, env, population_size):
         self.env = env
         self.population_size = population_size
-        self.players = {}  # of earlier runs: there are none
         self.rounds = 0
         self.learner_seats = torch.zeros((env.num_envs, env.n_agents), dtype=torch.long, device=env.device)
         self.policy_id = torch.zeros_like(self.learner_seats)

@@ -165,7 +165,7 @@ class EpisodeRunner:
 
     def _graphed(self, function):
         """The function that plays, captured if all players can be."""
-        players = (self.player, *(teammate.player for teammate in self.team.players.values()))
+        players = (self.player, *(teammate.player for teammate in getattr(self.team, "players", {}).values()))
         captured = self.env.simulated and not any(getattr(player, "own_graphs", False) for player in players)
         return Graphed(function, self.env.device if captured else torch.device("cpu"))
 
