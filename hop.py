@@ -61,7 +61,7 @@ class Args:
     depth: int = 12  # levels of a tree at most
     c_puct: float | None = None  # weight of the prior in the search (default: 1, snowdrift 15)
     node_value: bool = True  # whether Q of an action starts at the value of its node, or (--no-node-value) at 0
-    q_temperature: float = 2.0  # factor of Q in the softmax that is the policy: larger is greedier
+    q_temperature: float | None = None  # factor of Q in the softmax that is the policy (default: 10, snowdrift 2)
     end_q_temperature: float | None = None  # what it has become at the end of the run (default: the same)
     goals: bool = True  # whether the others' actions depend on goals, or (--no-goals) not: direct-OM
     intra_belief: bool = True  # whether beliefs follow the others' actions within a match
@@ -72,7 +72,7 @@ class Args:
     learning_rate: float = 5e-4  # Adam's learning rate
     gamma: float = 0.95  # discount factor
     batch_size: int | None = None  # decisions in an update (default: 1024 on the GPU, 256 on the CPU)
-    update_epochs: int = 4  # passes over the decisions of a round
+    update_epochs: int = 15  # passes over the decisions of a round
     max_grad_norm: float = 10.0  # the norm to which gradients are clipped
     channels: tuple[int, ...] = (16, 32, 32)  # of the convolutions
     hidden_dim: int | None = None  # units of the layer behind them (default: 512 on the GPU, 128 on the CPU)
@@ -115,10 +115,11 @@ def check_args(args):
     if args.cuda:
         sizes = {"num_envs": 256, "total_timesteps": 400_000, "planners": 1024, "batch_size": 1024, "hidden_dim": 512}
     snowdrift = args.env_id.startswith("snowdrift")
-    sizes |= {"c_puct": 15.0, "belief_decay": 0.98} if snowdrift else {"c_puct": 1.0, "belief_decay": 0.995}
-    sizes |= {"train_sims": -(-args.sims // 4), "train_trees": args.trees, "end_q_temperature": args.q_temperature}
+    names, values = ("c_puct", "belief_decay", "q_temperature"), (15.0, 0.98, 2.0) if snowdrift else (1.0, 0.995, 10.0)
+    sizes |= dict(zip(names, values)) | {"train_sims": -(-args.sims // 4), "train_trees": args.trees}
     runs.fill_in(args, sizes)
-    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 5, 1)})
+    later = {"eval_interval": max(args.total_timesteps // 5, 1), "end_q_temperature": args.q_temperature}
+    runs.fill_in(args, later)
 
 
 def make_env(args, num_envs, device, purpose):

@@ -60,7 +60,7 @@ def test_a_copy_of_a_match_goes_on_like_the_match(env_id, device):
     env.reset()
     for _ in range(3):
         env.step(env.scripted_actions(env.policies[0]))
-    rows = torch.tensor([7, 0, 7, 11, 3], device=device)
+    rows = torch.tensor([7, 0, 7, 11, 3, 1, 9, 0, 4], device=device)
     copies = env.fork(len(rows))
     copies.load(env.match_state(), rows)
     assert torch.equal(copies.obs, env.obs[rows]) and torch.equal(copies.info["avail"], env.info["avail"][rows])
