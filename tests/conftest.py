@@ -13,14 +13,15 @@ from envs import vector
 
 # Environments are compiled for one thread only: for several, which play the same, they would be compiled again.
 SERIAL_BELOW, vector.SERIAL_BELOW = vector.SERIAL_BELOW, 10**9
-
-
+WORLDS = ["foraging_orders", "popp", "snowdrift_4x4", "coin_game", "matrix_ipd", "kuhn", "stag_hunt"]
 COMPILE = """
+import sys
 import envs
 from envs import vector
-usual = vector.SERIAL_BELOW
-for name in ("foraging_orders", "popp", "snowdrift_4x4", "coin_game", "matrix_ipd", "kuhn", "stag_hunt", "3m"):
-    vector.SERIAL_BELOW = usual if name == "3m" else 10**9  # battles are tested on threads too
+usual, vector.SERIAL_BELOW = vector.SERIAL_BELOW, 10**9
+for name in sys.argv[1:]:
+    if name == "3m":  # from here on for threads
+        vector.SERIAL_BELOW = usual
     env = envs.make(name, num_envs=8)
     env.reset()
     env.scripted_actions(env.policies[0])
@@ -30,9 +31,9 @@ for name in ("foraging_orders", "popp", "snowdrift_4x4", "coin_game", "matrix_ip
 def pytest_collection_finish(session):
     """For many tests, another process compiles the environments too: those first that the tests come to last."""
     if len(session.items) > 1000 and not session.config.option.collectonly:
-        folder, nowhere = Path(__file__).parent.parent, subprocess.DEVNULL
-        command = [sys.executable, "-c", COMPILE]
-        session.compiler = subprocess.Popen(command, cwd=folder, stdout=nowhere, stderr=nowhere)
+        names = [*WORLDS, "3m", *(WORLDS if any(item.get_closest_marker("slow") for item in session.items) else ())]
+        command, folder = [sys.executable, "-c", COMPILE, *names], Path(__file__).parent.parent
+        session.compiler = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def pytest_sessionfinish(session):

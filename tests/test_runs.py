@@ -521,7 +521,7 @@ def test_killed_during_a_save(complete_run, file, moment, tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_killed_from_outside_in_saves(tmp_path):
     """Four kills at random moments of saves: the run goes on exactly, and no half-written file stays."""
-    options = {"total_timesteps": 8000, "checkpoint_interval": 0}
+    options = {"total_timesteps": 6000, "checkpoint_interval": 0}
     expected = outcome(train("iql", tmp_path / "whole", **options)["run"].folder)
     root = tmp_path / "killed"
     words = command_line("iql", root, options)
