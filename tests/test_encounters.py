@@ -16,7 +16,7 @@ from envs.episodes import EpisodeRunner, Inputs, RandomPlayer, load_runner
 from envs.team import Team, TellWho
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-IPD = {"env_id": "matrix_ipd", "team": "scripted", "total_timesteps": 1500}
+IPD = {"env_id": "matrix_ipd,limit=25", "team": "scripted", "total_timesteps": 400}
 
 
 @pytest.mark.parametrize("env_id", ["stag_hunt_4x4", pytest.param("3m", marks=pytest.mark.slow), "kuhn"])
@@ -142,7 +142,7 @@ def test_values_reach_from_one_match_to_the_next(monkeypatch):
 def test_a_run_that_keeps_its_memory_plays_single_matches_and_encounters(tmp_path):
     folder = train("iql", tmp_path, **IPD, encounter=2, keep_memory=True)["run"].folder
     for encounters in (1, 2):
-        env = envs.make("matrix_ipd", num_envs=4, seed=5, encounters=encounters)
+        env = envs.make(IPD["env_id"], num_envs=4, seed=5, encounters=encounters)
         runner = load_runner(folder, env, Team(env, "1tft1learner"))
         returns, lengths, _, _ = runner.play()
         assert (lengths == encounters * env.match_limit).all()
@@ -248,7 +248,7 @@ def test_places_are_read_off_what_an_oracle_sees(name):
 
 @pytest.mark.parametrize("option", ["tell_who", pytest.param("recurrence", marks=pytest.mark.slow)])
 def test_an_oracle_and_a_learner_without_memory_train(option, tmp_path):
-    folder = train("iql", tmp_path, **IPD | {"total_timesteps": 400, option: option == "tell_who"})["run"].folder
+    folder = train("iql", tmp_path, **IPD, **{option: option == "tell_who"})["run"].folder
     sizes = checkpoints.read_run(folder)["sizes"]
     assert (sizes["obs_dim"] == envs.make("matrix_ipd").obs_dim) == (option == "recurrence")
 
