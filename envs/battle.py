@@ -18,13 +18,14 @@ import torch
 
 from envs import paths, vector
 from envs.batch import LOOK, STEP, Batch, check_flag, check_number, check_range, life_cycle
-from envs.battle_data import MAPS, TERRAINS, TYPES, Map
+from envs.battle_data import MAPS, RULES, TERRAINS, TYPES, Map
 from envs.battle_observations import POINTS, observe_match
 from envs.battle_policies import POLICIES, act_here
 from envs.battle_rules import (
     ATTACK,
     BEFORE,
     COOLDOWN,
+    DAMAGE,
     DETOUR,
     DETOUR_LOOPS,
     ENERGY,
@@ -32,10 +33,13 @@ from envs.battle_rules import (
     ENGAGE,
     F32,
     FIGHT,
+    FIRING,
     FLIES,
+    FREE,
     FUSE,
     HEALS,
     HEALTH,
+    HITS_IN,
     HURT_AT,
     KEPT_REAL,
     KEPT_WHOLE,
@@ -47,7 +51,6 @@ from envs.battle_rules import (
     NO_OP,
     NORTH,
     ORDER,
-    PROVOKED,
     RANGE,
     REAL,
     SHIELD,
@@ -56,6 +59,7 @@ from envs.battle_rules import (
     SIGHT,
     SPEED,
     SPLASH,
+    STANCE,
     STAT,
     STAY,
     STOP,
@@ -159,7 +163,7 @@ def ranges_of(rule, stat):
         real[0, field], real[1, field] = 0, torch.as_tensor(most)
     shield = torch.as_tensor(stat[MAX_SHIELD])
     real[0, SHIELD], real[1, SHIELD] = 0, torch.where(shield > 0, shield, math.inf)  # without one nobody sees it
-    limits = {TARGET: (-1, rule.units - 1), ORDER: (STAY, FIGHT), PROVOKED: (0, 1), SHOOTER: (-1, rule.units - 1),
+    limits = {TARGET: (-1, rule.units - 1), ORDER: (STAY, FIGHT), STANCE: (FREE, FIRING), SHOOTER: (-1, rule.units - 1),
               FUSE: (0, 1), DETOUR: (-DETOUR_LOOPS, DETOUR_LOOPS), LAST_ACTION: (-1, rule.actions - 1),
               SHOT: (SWEPT, rule.units)}  # fmt: skip
     for field, (least, most) in limits.items():
@@ -248,11 +252,14 @@ class Battle(Batch):
             rewards = f"reward_death_value {reward_death_value} and reward_win {reward_win}"
             raise ValueError(f"with {rewards} the best return, to scale by, is {best:g}: it has to be 1 or more")
         self.return_scale = 1.0 if reward_sparse else reward_scale_rate if reward_scale else max(best, 1.0)
+        unarmed = (stat[HEALS] == 0) & ((stat[DAMAGE] == 0) | (stat[FLIES] > 0))  # or might be, to fliers that fight
         rule = Rule(
             **self._rule_numbers(NO_OP), allies=allies, units=len(kinds), width=ground.shape[1], height=ground.shape[0],
             auto_allies=int(auto_allies), medivacs_do_not_count=int(spec.types == "MMM"),
             open_ground=int(waypoints is None), healers=int(stat[HEALS].any()), fliers=int(stat[FLIES].any()),
-            splash=int(stat[SPLASH].any()), near=F32(2 * stat[SPEED].max() + 0.01),
+            splash=int(stat[SPLASH].any()), unarmed=int(RULES["armed_first"] and bool(unarmed.any())),
+            near=F32(2 * stat[SPEED].max() + 0.01),
+            strike_back=int(RULES["strike_back"]), call_for_help=int(RULES["call_for_help"]),
             sparse=int(reward_sparse), only_positive=int(reward_only_positive), win=F32(reward_win),
             defeat=F32(reward_defeat), death=F32(reward_death_value), negative_scale=F32(reward_negative_scale),
             scale=F32(best / reward_scale_rate if reward_scale else 1.0),
@@ -286,7 +293,8 @@ class Battle(Batch):
     def set_units(self, x=None, y=None, health=None, shield=None, cooldown=None, energy=None, last_action=None):
         """Sets units by hand, (num_envs, allies + enemies) each, `last_action` (num_envs, n_agents) with -1 for none.
 
-        Cooldown is in game loops. Setting health or shield counts as damage just taken. Returns (obs, info); no step.
+        Cooldown is in game loops; setting it ends attacks under way. Setting health or shield counts as damage just
+        taken. Returns (obs, info); no step.
         """
         if not self._started:
             raise RuntimeError("reset() comes before set_units()")
@@ -301,6 +309,8 @@ class Battle(Batch):
             agents[:] = self._fitting("last_action", last_action, agents, -1, self.n_actions - 1)
         for field, values in given.items():
             real[field] = values
+        if cooldown is not None:
+            real[HITS_IN] = 0
         if health is not None or shield is not None:
             real[HURT_AT] = (self._simulation["match"][:, STEP] * LOOPS).unsqueeze(1).to(real.dtype)
         self._run(LOOK)

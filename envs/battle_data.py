@@ -15,6 +15,10 @@ class Unit:
     period: float = 0.0  # seconds from attack to attack
     damage: float = 0.0
     hits: int = 1  # an attack of two hits meets the armour twice
+    interval: float = 0.0  # seconds from the first hit to the second; 0: both at once
+    wind_up: float = 0.167  # seconds from the beginning of an attack to its damage
+    backswing: float = 0.5  # seconds after the damage in which a unit that acts by itself does not walk
+    slop: float = 1.0  # a unit that is firing goes on, without walking, up to this much beyond its range
     versus_light: float = 0.0  # added damage
     versus_armoured: float = 0.0
     armour: float = 0.0
@@ -35,7 +39,7 @@ class Unit:
 ZERG = 0.2734  # the health a Zerg unit gains a second
 
 UNITS = {
-    "marine": Unit(45, 0.375, 2.25, 5, 0.8608, 6, light=True, biological=True),
+    "marine": Unit(45, 0.375, 2.25, 5, 0.8608, 6, wind_up=0.05, backswing=0.75, light=True, biological=True),
     "marauder": Unit(
         125,
         0.5625,
@@ -43,6 +47,8 @@ UNITS = {
         6,
         1.5,
         10,
+        wind_up=0,
+        backswing=0,
         versus_armoured=10,
         armour=1,
         cooldown_scale=25,
@@ -50,9 +56,11 @@ UNITS = {
         biological=True,
         hits_air=False,
     ),
-    "medivac": Unit(150, 0.75, 2.75, 4, armour=1, cooldown_scale=200, armoured=True, flies=True, heals=True),
+    "medivac": Unit(
+        150, 0.75, 2.75, 4, wind_up=0, slop=0, armour=1, cooldown_scale=200, armoured=True, flies=True, heals=True
+    ),
     "stalker": Unit(
-        80, 0.625, 2.9531, 6, 1.87, 13, versus_armoured=5, armour=1, shield=80, cooldown_scale=35, armoured=True
+        80, 0.625, 2.9531, 6, 1.44, 10, versus_armoured=4, armour=1, shield=80, cooldown_scale=35, armoured=True
     ),
     "zealot": Unit(
         100,
@@ -62,6 +70,8 @@ UNITS = {
         1.2,
         8,
         hits=2,
+        interval=0.28,
+        wind_up=0,
         armour=1,
         shield=50,
         separation=0.375,
@@ -74,11 +84,12 @@ UNITS = {
         200,
         1.0,
         2.25,
-        7,
-        1.5,
-        10,
+        6,
+        2.2,
+        20,
         hits=2,
-        versus_light=5,
+        wind_up=0.083,
+        slop=0,
         armour=1,
         shield=150,
         separation=0.75,
@@ -88,7 +99,9 @@ UNITS = {
         hits_air=False,
         splash="line",
     ),
-    "hydralisk": Unit(80, 0.625, 2.25, 5, 0.83, 12, regeneration=ZERG, cooldown_scale=10, light=True, biological=True),
+    "hydralisk": Unit(
+        80, 0.625, 2.25, 5, 0.83, 12, wind_up=0.208, regeneration=ZERG, cooldown_scale=10, light=True, biological=True
+    ),
     "zergling": Unit(
         35,
         0.375,
@@ -108,6 +121,7 @@ UNITS = {
         2.5,
         0.25,
         damage=20,
+        wind_up=0,
         versus_light=15,
         regeneration=ZERG,
         cooldown_scale=1,
@@ -117,11 +131,13 @@ UNITS = {
     ),
     "spinecrawler": Unit(
         300,
-        0.9,
+        0.875,
         0,
         7,
-        1.85,
+        1.6,
         25,
+        wind_up=0.333,
+        slop=0,
         versus_armoured=5,
         armour=2,
         regeneration=ZERG,
@@ -129,6 +145,18 @@ UNITS = {
         biological=True,
         hits_air=False,
     ),
+}
+
+# Rules that can be switched off, each by itself, to see what it does to the maps. docs/battles.md has them in words.
+RULES = {
+    "wind_up": True,  # damage comes a while after the beginning of an attack, and not at all if the target gets away
+    "second_blow": True,  # a zealot's two hits come one after the other, not at once
+    "backswing": True,  # after an attack a unit stands for a while, unless it gets an order
+    "slop": True,  # a unit that is firing goes on a little beyond its range
+    "look_again": True,  # out of weapon range a target gives way to the nearest; off: kept within the scan range
+    "armed_first": True,  # those that cannot hit back are targets only where there are no others
+    "strike_back": True,  # a unit without a target takes whoever hits it, however far away
+    "call_for_help": True,  # and so do those near it
 }
 
 # For each family of maps: the order in which SMAC numbers the kinds of allies, and the type bits of the enemies.

@@ -82,7 +82,7 @@ def scripted_action(m, a, policy, avail, g):
         if avail[m, a, ATTACK + friend]:
             return ATTACK + friend
         return STOP if policy == HOLD else approach(m, a, friend, avail, g)
-    foe = nearest_foe(m, a, X, FAR, g)
+    foe = nearest_foe(m, a, X, FAR, False, g)
     if foe < 0:
         return STOP
     if policy == HOLD:

@@ -22,26 +22,31 @@ from envs.vector import draw, pop_bit, root, scalar, uniform
 F32 = np.float32
 
 # ---- the fields of a unit: real[field, m, u] and whole[field, m, u]; all but the KEPT ones last one step ----
-REAL = ("X", "Y", "HEALTH", "SHIELD", "COOLDOWN", "ENERGY", "HURT_AT", "GOAL_X", "GOAL_Y", "BEFORE",
-        "NEXT_X", "NEXT_Y", "WANT_X", "WANT_Y", "SOLID", "HEALING")  # fmt: skip
-(X, Y, HEALTH, SHIELD, COOLDOWN, ENERGY, HURT_AT, GOAL_X, GOAL_Y, BEFORE,
- NEXT_X, NEXT_Y, WANT_X, WANT_Y, SOLID, HEALING) = range(len(REAL))  # fmt: skip
+REAL = ("X", "Y", "HEALTH", "SHIELD", "COOLDOWN", "ENERGY", "HURT_AT", "GOAL_X", "GOAL_Y", "BEFORE", "HITS_IN",
+        "STANDS_UNTIL", "QUIET_UNTIL", "NEXT_X", "NEXT_Y", "WANT_X", "WANT_Y", "SOLID", "HEALING")  # fmt: skip
+(X, Y, HEALTH, SHIELD, COOLDOWN, ENERGY, HURT_AT, GOAL_X, GOAL_Y, BEFORE, HITS_IN,
+ STANDS_UNTIL, QUIET_UNTIL, NEXT_X, NEXT_Y, WANT_X, WANT_Y, SOLID, HEALING) = range(len(REAL))  # fmt: skip
 KEPT_REAL = NEXT_X
-# HURT_AT: the loop of the last damage; SOLID: the room it takes on the ground; BEFORE: health and shield at first
-WHOLE = ("TARGET", "ORDER", "PROVOKED", "SHOOTER", "FUSE", "DETOUR", "LAST_ACTION", "SHOT")
-TARGET, ORDER, PROVOKED, SHOOTER, FUSE, DETOUR, LAST_ACTION, SHOT = range(len(WHOLE))
+# HURT_AT: the loop of the last damage; SOLID: the room it takes on the ground; BEFORE: health and shield at first;
+# HITS_IN: loops to the next hit of an attack under way, else 0; STANDS_UNTIL, QUIET_UNTIL: the loops from which it may
+# walk after an attack, and call for help again
+WHOLE = ("TARGET", "ORDER", "STANCE", "SHOOTER", "FUSE", "DETOUR", "LAST_ACTION", "SHOT")
+TARGET, ORDER, STANCE, SHOOTER, FUSE, DETOUR, LAST_ACTION, SHOT = range(len(WHOLE))
 KEPT_WHOLE = SHOT
-# FUSE: explodes in the next loop; DETOUR: loops still to walk sideways, left or (negative) right
+# SHOOTER: who hit it in the last loop; FUSE: explodes in the next loop;
+# DETOUR: loops still to walk sideways, left or (negative) right
 # ---- what never changes about a unit: stat[field, u] ----
-STAT = ("RADIUS", "SEPARATION", "RANGE", "SCAN", "SPEED", "PERIOD", "DAMAGE", "HITS", "VERSUS_LIGHT", "VERSUS_ARMOURED",
-        "ARMOUR", "LIGHT", "ARMOURED", "BIOLOGICAL", "FLIES", "CLIMBS", "HITS_AIR", "SPLASH", "HEALS", "MAX_HEALTH",
-        "MAX_SHIELD", "REGENERATION", "COOLDOWN_SCALE", "TYPE_BIT", "SPAWN_X", "SPAWN_Y", "GROUP", "ORDER_X", "ORDER_Y",
-        "SPAN_X", "SPAN_Y")  # fmt: skip
-(RADIUS, SEPARATION, RANGE, SCAN, SPEED, PERIOD, DAMAGE, HITS, VERSUS_LIGHT, VERSUS_ARMOURED, ARMOUR, LIGHT, ARMOURED,
- BIOLOGICAL, FLIES, CLIMBS, HITS_AIR, SPLASH, HEALS, MAX_HEALTH, MAX_SHIELD, REGENERATION, COOLDOWN_SCALE, TYPE_BIT,
- SPAWN_X, SPAWN_Y, GROUP, ORDER_X, ORDER_Y, SPAN_X, SPAN_Y) = range(len(STAT))  # fmt: skip
+STAT = ("RADIUS", "SEPARATION", "RANGE", "SLOP", "LEASH", "SCAN", "SPEED", "PERIOD", "WIND_UP", "INTERVAL", "BACKSWING",
+        "DAMAGE", "HITS", "VERSUS_LIGHT", "VERSUS_ARMOURED", "ARMOUR", "LIGHT", "ARMOURED", "BIOLOGICAL", "FLIES",
+        "CLIMBS", "HITS_AIR", "SPLASH", "HEALS", "MAX_HEALTH", "MAX_SHIELD", "REGENERATION", "COOLDOWN_SCALE",
+        "TYPE_BIT", "SPAWN_X", "SPAWN_Y", "GROUP", "ORDER_X", "ORDER_Y", "SPAN_X", "SPAN_Y")  # fmt: skip
+(RADIUS, SEPARATION, RANGE, SLOP, LEASH, SCAN, SPEED, PERIOD, WIND_UP, INTERVAL, BACKSWING, DAMAGE, HITS, VERSUS_LIGHT,
+ VERSUS_ARMOURED, ARMOUR, LIGHT, ARMOURED, BIOLOGICAL, FLIES, CLIMBS, HITS_AIR, SPLASH, HEALS, MAX_HEALTH, MAX_SHIELD,
+ REGENERATION, COOLDOWN_SCALE, TYPE_BIT, SPAWN_X, SPAWN_Y, GROUP, ORDER_X, ORDER_Y, SPAN_X,
+ SPAN_Y) = range(len(STAT))  # fmt: skip
 
 STAY, GO, ENGAGE, FIGHT = range(4)  # orders: stand, walk to GOAL, attack or heal TARGET, behave as the enemy does
+FREE, PROVOKED, FIRING = range(3)  # stances: looks round, goes for one from beyond its scan range, fires at its target
 NOTHING, HEALED, EXPLODED, SWEPT = 0, -1, -2, -3  # what a unit's SHOT was in this loop; 1 + v: a hit on unit v alone
 SINGLE, LINE, BLAST = range(3)  # splash shapes
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)  # actions; ATTACK + j is enemy (or patient) j
@@ -55,6 +60,7 @@ SHIELD_DELAY, SHIELD_REGENERATION = F32(10 * LOOPS_PER_SECOND), F32(2 / LOOPS_PE
 HEAL_RATE, HEALTH_PER_ENERGY = F32(9 / LOOPS_PER_SECOND), F32(3)
 ENERGY_START, ENERGY_MAX, ENERGY_REGENERATION = F32(50), F32(200), F32(0.5625 / LOOPS_PER_SECOND)
 DELAY_LEAST, DELAY_SPREAD = F32(-1), F32(3)  # loops added at random to every attack's period
+CALL_RADIUS, CALL_PAUSE = F32(4), F32(2 * LOOPS_PER_SECOND)  # from edge to edge; loops from call to call
 BLAST_RADIUS = F32(2.2)
 LINE_ACROSS, LINE_DEEP = F32(2.8 / 2), F32(0.3 / 2)
 FOLLOW = F32(2)  # a Medivac with nobody to heal keeps this near to the nearest friend
@@ -70,7 +76,9 @@ COMMON = " ".join(RULE)  # allies below: the units of the agents, as many as the
 Rule = namedtuple(
     "Rule",
     f"{COMMON} allies units width height auto_allies medivacs_do_not_count "
-    "open_ground healers fliers splash near "  # what maps without need not ask; how near others matter to a mover
+    "open_ground healers fliers splash unarmed "  # what maps without need not ask
+    "near "  # how near others matter to a mover
+    "strike_back call_for_help "
     "sparse only_positive win defeat death negative_scale scale "
     "ally_shield enemy_shield types last_action pathing_grid terrain_height obs_time "
     "state_actions state_time state_is_obs "
@@ -209,15 +217,32 @@ def friends_of(u, g):
 
 
 @scalar
-def nearest_foe(m, u, at, reach, g):
+def is_armed(u, v, g):
+    """Whether v counts as one that can hit u back, as a Medivac does. Maps where all can need not ask."""
+    return not g.rule.unarmed or is_healer(v, g) or (g.stat[DAMAGE, v] > ZERO and can_hit(v, u, g))
+
+
+@scalar
+def nearest_foe(m, u, at, reach, armed_only, g):
     """The nearest living foe that u can hit, no farther than `reach` from edge to edge; -1 if there is none."""
     best, who = FAR, -1
     first, last = foes_of(u, g)
     for v in range(first, last):
         squared = squared_distance(m, u, v, at, g)
-        if (g.real[HEALTH, m, v] > ZERO) & (squared < best) and can_hit(u, v, g) and within(m, u, v, at, reach, g):
+        if (
+            (g.real[HEALTH, m, v] > ZERO) & (squared < best)
+            and can_hit(u, v, g)
+            and within(m, u, v, at, reach, g)
+            and (not armed_only or is_armed(u, v, g))
+        ):
             best, who = squared, v
     return who
+
+
+@scalar
+def may_target(m, u, v, g):
+    """Whether v is a living unit, not -1, that u can hit."""
+    return v >= 0 and g.real[HEALTH, m, v] > ZERO and can_hit(u, v, g)
 
 
 @scalar
@@ -234,40 +259,63 @@ def nearest_friend(m, u, at, hurt_only, g):
 
 
 @scalar
-def choose_target(m, u, at, g):
-    """The enemy's way: keep the target until it dies or gets away, else take the nearest, else who shot from afar."""
-    target = g.whole[TARGET, m, u]
-    if target >= 0:
-        leash = SIGHT if g.whole[PROVOKED, m, u] else g.stat[SCAN, u]
-        if g.real[HEALTH, m, target] <= ZERO or not within(m, u, target, at, leash, g):
-            target = -1
-    if target < 0:
-        target = nearest_foe(m, u, at, g.stat[SCAN, u], g)
-        g.whole[PROVOKED, m, u] = 0
-        shooter = g.whole[SHOOTER, m, u]
-        if target < 0 and shooter >= 0 and g.real[HEALTH, m, shooter] > ZERO and can_hit(u, shooter, g):
-            target = shooter
-            g.whole[PROVOKED, m, u] = 1
-        g.whole[TARGET, m, u] = target
-    g.whole[SHOOTER, m, u] = -1
-    return target
+def who_hit_a_friend(m, u, at, loop, g):
+    """The nearest foe that u can hit among those at whom friends near u have just called for help; -1 if none."""
+    best, who = FAR, -1
+    first, last = friends_of(u, g)
+    for v in range(first, last):
+        if g.real[QUIET_UNTIL, m, v] == F32(loop) - ONE + CALL_PAUSE and within(m, u, v, at, CALL_RADIUS, g):
+            shooter = g.whole[SHOOTER, m, v]
+            if may_target(m, u, shooter, g) and squared_distance(m, u, shooter, at, g) < best:
+                best, who = squared_distance(m, u, shooter, at, g), shooter
+    return who
 
 
 @scalar
-def fire(m, u, target, overdue, loop, g):
-    """u attacks its target, which is in range, or heals it."""
+def choose_target(m, u, at, loop, g):
+    """The enemy's way: keep an armed target in weapon range, else take the nearest, else whoever shoots from afar."""
+    target, stance, in_range = g.whole[TARGET, m, u], g.whole[STANCE, m, u], False
+    if target >= 0 and g.real[HEALTH, m, target] <= ZERO:
+        target = -1
+    if target >= 0:
+        in_range = within(m, u, target, at, g.stat[LEASH, u] + (g.stat[SLOP, u] if stance == FIRING else ZERO), g)
+        if in_range and is_armed(u, target, g):
+            return target
+    found, far = nearest_foe(m, u, at, g.stat[RANGE, u] if in_range else g.stat[SCAN, u], True, g), False
+    if g.rule.strike_back and found < 0 and may_target(m, u, g.whole[SHOOTER, m, u], g):
+        found, far = g.whole[SHOOTER, m, u], True
+    if found < 0 and target >= 0 and (in_range or (stance == PROVOKED and within(m, u, target, at, SIGHT, g))):
+        return target
+    if g.rule.unarmed and found < 0:
+        found = nearest_foe(m, u, at, g.stat[SCAN, u], False, g)
+    if g.rule.call_for_help and found < 0:
+        found = who_hit_a_friend(m, u, at, loop, g)
+        far = found >= 0
+    g.whole[TARGET, m, u], g.whole[STANCE, m, u], g.real[HITS_IN, m, u] = found, PROVOKED if far else FREE, ZERO
+    return found
+
+
+@scalar
+def strike(m, u, target, early, first, loop, g):
+    """u's attack does its damage in this loop, by rights `early` of a loop ago (0 or less), or it heals its target."""
+    g.real[HITS_IN, m, u] = ZERO
     if is_healer(u, g):
         missing = g.stat[MAX_HEALTH, target] - g.real[HEALTH, m, target]
         amount = min(min(HEAL_RATE, missing), g.real[ENERGY, m, u] * HEALTH_PER_ENERGY)
         g.real[HEALING, m, u] = amount
         g.real[ENERGY, m, u] -= amount / HEALTH_PER_ENERGY
         g.whole[SHOT, m, u] = HEALED
-    elif g.rule.splash and g.stat[SPLASH, u] == BLAST:
+        return
+    if g.rule.splash and g.stat[SPLASH, u] == BLAST:
         g.whole[SHOT, m, u] = EXPLODED
-    else:
+        return
+    g.whole[SHOT, m, u] = SWEPT if g.rule.splash and g.stat[SPLASH, u] == LINE else 1 + target
+    if first:  # not the second blow of a zealot
         delay = DELAY_LEAST + DELAY_SPREAD * uniform(g.match[m, KEY], g.match[m, EPISODE], loop, u * 8 + FOR_DELAY)
-        g.real[COOLDOWN, m, u] = overdue + g.stat[PERIOD, u] + delay - ONE
-        g.whole[SHOT, m, u] = SWEPT if g.rule.splash and g.stat[SPLASH, u] == LINE else 1 + target
+        g.real[COOLDOWN, m, u] = early + g.stat[PERIOD, u] - g.stat[WIND_UP, u] + delay - ONE
+        g.real[STANDS_UNTIL, m, u] = F32(loop) + g.stat[BACKSWING, u]
+        if g.stat[INTERVAL, u] > ZERO:
+            g.real[HITS_IN, m, u] = early + g.stat[INTERVAL, u]
 
 
 @scalar
@@ -295,17 +343,26 @@ def decide(m, u, at, loop, g):
             if goes:
                 x, y = g.real[at, m, friend], g.real[at + 1, m, friend]
         else:
-            target = choose_target(m, u, at, g)
+            target = choose_target(m, u, at, loop, g)
 
     overdue = g.real[COOLDOWN, m, u]  # below zero: ready for that part of a loop, which counts for the next reload
     g.real[COOLDOWN, m, u] = overdue - ONE if overdue > ZERO else ZERO
     if target >= 0:
-        goes = not within(m, u, target, at, g.stat[RANGE, u], g)
+        hits_in, slop = g.real[HITS_IN, m, u], g.stat[SLOP, u] if g.whole[STANCE, m, u] == FIRING else ZERO
+        goes = not within(m, u, target, at, g.stat[RANGE, u] + slop, g)
         if goes:
             x, y = g.real[at, m, target], g.real[at + 1, m, target]
-        elif overdue <= ZERO:
-            fire(m, u, target, overdue, loop, g)
-    if goes:
+            g.real[HITS_IN, m, u] = ZERO
+            if g.whole[STANCE, m, u] == FIRING:
+                g.whole[STANCE, m, u] = FREE
+        elif hits_in > ZERO or overdue <= ZERO:
+            g.whole[STANCE, m, u] = FIRING
+            hits_in = hits_in - ONE if hits_in > ZERO else overdue + g.stat[WIND_UP, u]
+            if hits_in <= ZERO:
+                strike(m, u, target, hits_in, overdue <= ZERO, loop, g)
+            else:
+                g.real[HITS_IN, m, u] = hits_in
+    if goes and F32(loop) >= g.real[STANDS_UNTIL, m, u]:
         walk(m, u, at, x, y, g)
     if is_healer(u, g):
         g.real[ENERGY, m, u] = min(g.real[ENERGY, m, u] + ENERGY_REGENERATION, ENERGY_MAX)
@@ -357,12 +414,18 @@ def suffer(m, u, at, loop, g):
     health, shield = g.real[HEALTH, m, u], g.real[SHIELD, m, u]
     if health <= ZERO:
         return
+    shooter = -1
     first, last = foes_of(u, g)
     for v in range(first, last):
         shot = g.whole[SHOT, m, v]
         if shot == 1 + u or (g.rule.splash and shot < 0 and splashed(m, v, u, at, g)):
             health, shield = hit(u, v, health, shield, g)
-            g.real[HURT_AT, m, u], g.whole[SHOOTER, m, u] = F32(loop), v
+            shooter = v
+    g.whole[SHOOTER, m, u] = shooter
+    if shooter >= 0:
+        g.real[HURT_AT, m, u] = F32(loop)
+        if F32(loop) >= g.real[QUIET_UNTIL, m, u]:
+            g.real[QUIET_UNTIL, m, u] = F32(loop) + CALL_PAUSE
     if g.rule.splash and g.stat[SPLASH, u] == BLAST:
         if g.whole[SHOT, m, u] == EXPLODED:
             health = ZERO
@@ -490,10 +553,12 @@ def take_order(m, u, action, g):
     g.whole[LAST_ACTION, m, u] = action
     if g.rule.auto_allies:
         return
-    g.whole[ORDER, m, u], g.whole[DETOUR, m, u] = STAY, 0
+    g.whole[ORDER, m, u], g.whole[DETOUR, m, u], g.real[STANDS_UNTIL, m, u] = STAY, 0, ZERO
+    target = action - ATTACK + (0 if g.stat[HEALS, u] > ZERO else g.rule.allies)
+    if action < ATTACK or target != g.whole[TARGET, m, u]:  # an attack under way is broken off
+        g.real[HITS_IN, m, u], g.whole[STANCE, m, u] = ZERO, FREE
     if action >= ATTACK:
-        g.whole[ORDER, m, u] = ENGAGE
-        g.whole[TARGET, m, u] = action - ATTACK + (0 if g.stat[HEALS, u] > ZERO else g.rule.allies)
+        g.whole[ORDER, m, u], g.whole[TARGET, m, u] = ENGAGE, target
     elif action >= NORTH:
         g.whole[ORDER, m, u] = GO
         dx, dy = compass(action)

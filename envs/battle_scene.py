@@ -25,6 +25,7 @@ from envs.battle_rules import (
     SIGHT,
     SPLASH,
     TARGET,
+    WIND_UP,
     X,
     Y,
 )  # fmt: skip
@@ -49,7 +50,7 @@ def shots_of(real, whole, stat, step):
         elif stat[SPLASH, u] == BLAST:
             if not lives and real[BEFORE, u] > 0:
                 shots.append([u, target, "hit"])
-        elif lives and hurt and real[COOLDOWN, u] > max(stat[PERIOD, u] + DELAY_LEAST - LOOPS, 0):
+        elif lives and hurt and real[COOLDOWN, u] > max(stat[PERIOD, u] - stat[WIND_UP, u] + DELAY_LEAST - LOOPS, 0):
             shots.append([u, target, "hit"])
     return shots
 

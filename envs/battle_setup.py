@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from envs import paths
-from envs.battle_data import TYPES, UNITS
+from envs.battle_data import RULES, TYPES, UNITS
 
 LOOPS_PER_SECOND = 16
 SCAN_AT_LEAST, UNLIMITED = 5.0, 1e9  # how far the enemy looks for targets
@@ -109,13 +109,20 @@ def build_units(spec, groups, ground):
         elif spec.order[0] in ("go", "go_between"):
             span = np.subtract(spec.order[-1], spec.order[1])
             goal = marching_point(np.array(spec.order[1]), goal - point, ground)
+        scan = UNLIMITED if hunts else max(unit.range, SCAN_AT_LEAST)
         facts = {
             "radius": unit.radius,
             "separation": unit.separation or unit.radius,
             "range": unit.range,
-            "scan": UNLIMITED if hunts else max(unit.range, SCAN_AT_LEAST),
+            "scan": scan,
+            "leash": unit.range if RULES["look_again"] else scan,
             "speed": unit.speed / LOOPS_PER_SECOND,
             "period": unit.period * LOOPS_PER_SECOND,
+            "hits": 1 if unit.interval and RULES["second_blow"] else unit.hits,
+            "interval": unit.interval * RULES["second_blow"] * LOOPS_PER_SECOND,
+            "wind_up": unit.wind_up * RULES["wind_up"] * LOOPS_PER_SECOND,
+            "backswing": unit.backswing * RULES["backswing"] * LOOPS_PER_SECOND,
+            "slop": unit.slop * RULES["slop"],
             "regeneration": unit.regeneration / LOOPS_PER_SECOND,
             "splash": ("", "line", "blast").index(unit.splash),
             "max_health": unit.health,
@@ -131,7 +138,6 @@ def build_units(spec, groups, ground):
         }
         same = (
             "damage",
-            "hits",
             "versus_light",
             "versus_armoured",
             "armour",
