@@ -61,6 +61,7 @@ HEAL_RATE, HEALTH_PER_ENERGY = F32(9 / LOOPS_PER_SECOND), F32(3)
 ENERGY_START, ENERGY_MAX, ENERGY_REGENERATION = F32(50), F32(200), F32(0.5625 / LOOPS_PER_SECOND)
 DELAY_LEAST, DELAY_SPREAD = F32(-1), F32(3)  # loops added at random to every attack's period
 CALL_RADIUS, CALL_PAUSE = F32(4), F32(2 * LOOPS_PER_SECOND)  # from edge to edge; loops from call to call
+PURSUIT = F32(13)  # who was shot at, or called, from afar goes for one no farther off than this, from edge to edge
 BLAST_RADIUS = F32(2.2)
 LINE_ACROSS, LINE_DEEP = F32(2.8 / 2), F32(0.3 / 2)
 FOLLOW = F32(2)  # a Medivac with nobody to heal keeps this near to the nearest friend
@@ -284,7 +285,7 @@ def choose_target(m, u, at, loop, g):
     found, far = nearest_foe(m, u, at, g.stat[RANGE, u] if in_range else g.stat[SCAN, u], True, g), False
     if g.rule.strike_back and found < 0 and may_target(m, u, g.whole[SHOOTER, m, u], g):
         found, far = g.whole[SHOOTER, m, u], True
-    if found < 0 and target >= 0 and (in_range or (stance == PROVOKED and within(m, u, target, at, SIGHT, g))):
+    if found < 0 and target >= 0 and (in_range or (stance == PROVOKED and within(m, u, target, at, PURSUIT, g))):
         return target
     if g.rule.unarmed and found < 0:
         found = nearest_foe(m, u, at, g.stat[SCAN, u], False, g)

@@ -26,7 +26,7 @@ UNITS = {
     "hydralisk": (80, 0, 0.625),
     "zergling": (35, 0, 0.375),
     "baneling": (30, 0, 0.375),
-    "spinecrawler": (300, 0, 0.9),
+    "spinecrawler": (300, 0, 0.875),
 }
 USUAL = 300
 LARGE = {"25m": 80, "27m_vs_30m": 60, "corridor": 40, "so_many_baneling": 80, "bane_vs_bane": 60, "2c_vs_64zg": 16}
