@@ -1,0 +1,110 @@
+"""What wins a map in StarCraft II wins it here, and what loses there loses here: scripts, no learning."""
+
+import pytest
+import torch
+
+import envs
+from envs.battle_data import UNITS
+
+NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
+WAYS = torch.tensor([(0, 1), (0, -1), (1, 0), (-1, 0)])  # of the moves
+MATCHES = 128
+
+
+def play(name, script, seed=0, agents=None):
+    """(share of wins, share of defeats) of a script: `script(env, info, memory)` returns the actions.
+
+    With `agents` only so many are alive.
+    """
+    env = envs.make(name, num_envs=MATCHES, seed=seed, check=False)
+    _, info = env.reset()
+    health, memory = env.units()["health"].clone(), {}
+    health[:, agents or env.n_agents : env.n_agents] = 0
+    _, info = env.set_units(health=health)
+    won, lost, over = torch.zeros(3, MATCHES, dtype=torch.bool)
+    for _ in range(env.episode_limit):
+        _, _, terminated, truncated, info = env.step(script(env, info, memory))
+        won |= info["won"] & ~over
+        lost |= terminated & ~info["won"] & ~over
+        over |= terminated | truncated
+        if over.all():
+            break
+    return won.float().mean().item(), lost.float().mean().item()
+
+
+def between(env):
+    """(from agents to living enemies (matches, agents, enemies, 2), their distances; the dead are far away)"""
+    units, n = env.units(), env.n_agents
+    place = torch.stack((units["x"], units["y"]), -1)
+    vectors = place[:, None, n:] - place[:, :n, None]
+    return vectors, vectors.norm(dim=-1).masked_fill((units["health"][:, n:] <= 0)[:, None], 99.0)
+
+
+# ---- 2s_vs_1sc ----
+CRAWLER_REACH = 7 + UNITS["spinecrawler"].radius + UNITS["stalker"].radius
+STRIDE = UNITS["stalker"].speed / 2  # in a step
+LOW = 45  # health and shield with which a stalker survives one more shot
+
+
+def stand_and_shoot(env, info, memory):
+    """Attacks from as far as it may: 6, so that the way out of the crawler's range is short."""
+    vectors, _ = between(env)
+    after = (vectors - WAYS * STRIDE).norm(dim=-1)
+    approach = torch.where(after < 5.95, -after, after).argmin(-1) + NORTH
+    return torch.where(info["avail"][..., ATTACK], ATTACK, approach)
+
+
+def take_turns(env, info, memory):
+    """The stalker that is shot at leaves when it is low, and comes back when the crawler has turned to the other.
+
+    When both are low they stay away until their shields are restored.
+    """
+    distance, units = between(env)[1][..., 0], env.units()
+    low = (units["health"] + units["shield"])[:, :2] < LOW
+    restored = (units["shield"][:, :2] >= 80).all(1, keepdim=True)
+    been_out = (memory.get("been_out", False) | (distance > CRAWLER_REACH)) & low
+    rest = (memory.get("rest", False) | low.all(1, keepdim=True)) & ~restored
+    memory.update(been_out=been_out, rest=rest)
+    action = torch.where(low & ~been_out, SOUTH, stand_and_shoot(env, info, memory))
+    return torch.where(rest, torch.where(distance < CRAWLER_REACH + 0.1, SOUTH, STOP), action)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_2s_vs_1sc_is_lost_by_standing_and_won_by_taking_turns(seed):
+    assert play("2s_vs_1sc", stand_and_shoot, seed) == (0, 1)
+    assert play("2s_vs_1sc", take_turns, seed)[0] > 0.95
+
+
+# ---- 3s_vs_3z, 3s_vs_5z ----
+def kite(env, info, memory, danger=2.2):
+    """Runs from a zealot that is nearer than `danger`, or while reloading, but not into the edge of the map."""
+    vectors, distance = between(env)
+    units, n = env.units(), env.n_agents
+    place = torch.stack((units["x"], units["y"]), -1)[:, :n, None] + WAYS * 1.5
+    dead = (units["health"][:, n:] <= 0)[:, None, None]
+    free = (vectors[:, :, None] - WAYS[:, None] * 1.5).norm(dim=-1).masked_fill(dead, 99.0).min(-1).values
+    free -= ((place - 16).abs().amax(-1) - 9).clamp(min=0)
+    run = free.masked_fill(~info["avail"][..., NORTH:ATTACK], -99.0).argmax(-1) + NORTH
+    nearest, who = distance.min(-1)
+    to_it = vectors.gather(2, who[..., None, None].expand(-1, -1, 1, 2))
+    approach = (to_it * WAYS).sum(-1).argmax(-1) + NORTH
+    can = info["avail"].gather(2, ATTACK + who[..., None])[..., 0] & (units["cooldown"][:, :n] <= 4)
+    return torch.where(nearest < danger, run, torch.where(can, ATTACK + who, torch.where(nearest > 6, approach, run)))
+
+
+@pytest.mark.parametrize("name", ["3s_vs_3z", "3s_vs_5z"])
+def test_zealots_are_beaten_by_kiting_and_not_by_standing(name):
+    for policy in ("nearest", "weakest", "hold"):
+        assert play(name, lambda env, info, memory, policy=policy: env.scripted_actions(policy)) == (0, 1)
+    assert play(name, kite)[0] > 0.9
+
+
+# ---- 6h_vs_8z ----
+def run_away(env, info, memory):
+    return kite(env, info, memory, danger=100.0)
+
+
+@pytest.mark.parametrize("hydralisks", [1, 2])
+def test_fleeing_hydralisks_are_caught(hydralisks):
+    """They are no slower than the zealots behind them. The others cut them off."""
+    assert play("6h_vs_8z", run_away, agents=hydralisks)[1] > 0.95
