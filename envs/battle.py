@@ -56,6 +56,7 @@ from envs.battle_rules import (
     SHIELD,
     SHOOTER,
     SHOT,
+    SHOT_AT_OTHERS,
     SIGHT,
     SPEED,
     SPLASH,
@@ -163,9 +164,9 @@ def ranges_of(rule, stat):
         real[0, field], real[1, field] = 0, torch.as_tensor(most)
     shield = torch.as_tensor(stat[MAX_SHIELD])
     real[0, SHIELD], real[1, SHIELD] = 0, torch.where(shield > 0, shield, math.inf)  # without one nobody sees it
-    limits = {TARGET: (-1, rule.units - 1), ORDER: (STAY, FIGHT), STANCE: (FREE, FIRING), SHOOTER: (-1, rule.units - 1),
-              FUSE: (0, 1), DETOUR: (-DETOUR_LOOPS, DETOUR_LOOPS), LAST_ACTION: (-1, rule.actions - 1),
-              SHOT: (SWEPT, rule.units)}  # fmt: skip
+    limits = {TARGET: (-1, rule.units - 1), ORDER: (STAY, FIGHT), STANCE: (FREE, FIRING),
+              SHOOTER: (SHOT_AT_OTHERS, rule.units - 1), FUSE: (0, 1), DETOUR: (-DETOUR_LOOPS, DETOUR_LOOPS),
+              LAST_ACTION: (-1, rule.actions - 1), SHOT: (SWEPT, rule.units)}  # fmt: skip
     for field, (least, most) in limits.items():
         whole[0, field], whole[1, field] = least, most
     return {"real": tuple(real), "whole": tuple(whole)}

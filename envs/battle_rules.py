@@ -33,7 +33,7 @@ KEPT_REAL = NEXT_X
 WHOLE = ("TARGET", "ORDER", "STANCE", "SHOOTER", "FUSE", "DETOUR", "LAST_ACTION", "SHOT")
 TARGET, ORDER, STANCE, SHOOTER, FUSE, DETOUR, LAST_ACTION, SHOT = range(len(WHOLE))
 KEPT_WHOLE = SHOT
-# SHOOTER: who hit it in the last loop; FUSE: explodes in the next loop;
+# SHOOTER: the foe that hit it in the last loop, or NOBODY, or SHOT_AT_OTHERS; FUSE: explodes in the next loop;
 # DETOUR: loops still to walk sideways, left or (negative) right
 # ---- what never changes about a unit: stat[field, u] ----
 STAT = ("RADIUS", "SEPARATION", "RANGE", "SLOP", "LEASH", "SCAN", "SPEED", "PERIOD", "WIND_UP", "INTERVAL", "BACKSWING",
@@ -45,6 +45,7 @@ STAT = ("RADIUS", "SEPARATION", "RANGE", "SLOP", "LEASH", "SCAN", "SPEED", "PERI
  REGENERATION, COOLDOWN_SCALE, TYPE_BIT, SPAWN_X, SPAWN_Y, GROUP, ORDER_X, ORDER_Y, SPAN_X,
  SPAN_Y) = range(len(STAT))  # fmt: skip
 
+NOBODY, SHOT_AT_OTHERS = -1, -2  # in the place of a SHOOTER: no foe has fired, or none at this unit
 STAY, GO, ENGAGE, FIGHT = range(4)  # orders: stand, walk to GOAL, attack or heal TARGET, behave as the enemy does
 FREE, PROVOKED, FIRING = range(3)  # stances: looks round, goes for one from beyond its scan range, fires at its target
 NOTHING, HEALED, EXPLODED, SWEPT = 0, -1, -2, -3  # what a unit's SHOT was in this loop; 1 + v: a hit on unit v alone
@@ -242,7 +243,7 @@ def nearest_foe(m, u, at, reach, armed_only, g):
 
 @scalar
 def may_target(m, u, v, g):
-    """Whether v is a living unit, not -1, that u can hit."""
+    """Whether v is a living unit, not one of those below 0, that u can hit."""
     return v >= 0 and g.real[HEALTH, m, v] > ZERO and can_hit(u, v, g)
 
 
@@ -289,7 +290,7 @@ def choose_target(m, u, at, loop, g):
         return target
     if g.rule.unarmed and found < 0:
         found = nearest_foe(m, u, at, g.stat[SCAN, u], False, g)
-    if g.rule.call_for_help and found < 0:
+    if g.rule.call_for_help and found < 0 and g.whole[SHOOTER, m, u] != NOBODY:
         found = who_hit_a_friend(m, u, at, loop, g)
         far = found >= 0
     g.whole[TARGET, m, u], g.whole[STANCE, m, u], g.real[HITS_IN, m, u] = found, PROVOKED if far else FREE, ZERO
@@ -415,14 +416,15 @@ def suffer(m, u, at, loop, g):
     health, shield = g.real[HEALTH, m, u], g.real[SHIELD, m, u]
     if health <= ZERO:
         return
-    shooter = -1
+    shooter, shots = NOBODY, NOTHING
     first, last = foes_of(u, g)
     for v in range(first, last):
         shot = g.whole[SHOT, m, v]
+        shots |= shot
         if shot == 1 + u or (g.rule.splash and shot < 0 and splashed(m, v, u, at, g)):
             health, shield = hit(u, v, health, shield, g)
             shooter = v
-    g.whole[SHOOTER, m, u] = shooter
+    g.whole[SHOOTER, m, u] = SHOT_AT_OTHERS if shooter == NOBODY and shots != NOTHING else shooter
     if shooter >= 0:
         g.real[HURT_AT, m, u] = F32(loop)
         if F32(loop) >= g.real[QUIET_UNTIL, m, u]:
@@ -623,7 +625,7 @@ def place(m, u, g):
     g.real[HEALTH, m, u], g.real[SHIELD, m, u] = g.stat[MAX_HEALTH, u], g.stat[MAX_SHIELD, u]
     if g.stat[HEALS, u] > ZERO:
         g.real[ENERGY, m, u] = ENERGY_START
-    g.whole[TARGET, m, u], g.whole[SHOOTER, m, u], g.whole[LAST_ACTION, m, u] = -1, -1, -1
+    g.whole[TARGET, m, u], g.whole[SHOOTER, m, u], g.whole[LAST_ACTION, m, u] = -1, NOBODY, -1
     if u >= g.rule.allies or g.rule.auto_allies:
         g.whole[ORDER, m, u] = FIGHT
         g.real[GOAL_X, m, u] = g.stat[ORDER_X, u] + along * g.stat[SPAN_X, u]
