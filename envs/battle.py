@@ -61,6 +61,7 @@ from envs.battle_rules import (
     SPEED,
     SPLASH,
     STANCE,
+    START,
     STAT,
     STAY,
     STOP,
@@ -218,7 +219,7 @@ class Battle(Batch):
         waypoints = paths.waypoints(TERRAINS[spec.terrain])
         groups = resize(spec, n_agents, name)
         kinds, facts = build_units(spec, groups, ground)
-        stat = np.stack([facts[name.lower()] for name in STAT])
+        stat, start = (np.stack([facts[name.lower()] for name in names]) for names in (STAT, START))
         allies = sum(count for count, _, _ in groups[0])
         if stat[RANGE, :allies].min() > stat[RANGE, allies:].max():  # else stepping back is giving up
             self.default_others = (*self.default_others, "kite")
@@ -260,7 +261,7 @@ class Battle(Batch):
             open_ground=int(waypoints is None), healers=int(stat[HEALS].any()), fliers=int(stat[FLIES].any()),
             splash=int(stat[SPLASH].any()), unarmed=int(RULES["armed_first"] and bool(unarmed.any())),
             near=F32(2 * stat[SPEED].max() + 0.01),
-            strike_back=int(RULES["strike_back"]), call_for_help=int(RULES["call_for_help"]),
+            **{name: int(RULES[name]) for name in ("look_again", "strike_back", "call_for_help")},
             sparse=int(reward_sparse), only_positive=int(reward_only_positive), win=F32(reward_win),
             defeat=F32(reward_defeat), death=F32(reward_death_value), negative_scale=F32(reward_negative_scale),
             scale=F32(best / reward_scale_rate if reward_scale else 1.0),
@@ -277,6 +278,7 @@ class Battle(Batch):
         constant = {
             "stat": stat,
             "line": np.zeros((1, 1), np.float32),  # CUDA has a line in shared memory for each match
+            "start": start,
             "ground": ground.reshape(-1),
             "waypoints": np.zeros((1, 1, 1), np.int16) if waypoints is None else waypoints,
         }

@@ -36,14 +36,16 @@ KEPT_WHOLE = SHOT
 # SHOOTER: the foe that hit it in the last loop, or NOBODY, or SHOT_AT_OTHERS; FUSE: explodes in the next loop;
 # DETOUR: loops still to walk sideways, left or (negative) right
 # ---- what never changes about a unit: stat[field, u] ----
-STAT = ("RADIUS", "SEPARATION", "RANGE", "SLOP", "LEASH", "SCAN", "SPEED", "PERIOD", "WIND_UP", "INTERVAL", "BACKSWING",
+STAT = ("RADIUS", "SEPARATION", "RANGE", "SLOP", "SCAN", "SPEED", "PERIOD", "WIND_UP", "INTERVAL", "BACKSWING",
         "DAMAGE", "HITS", "VERSUS_LIGHT", "VERSUS_ARMOURED", "ARMOUR", "LIGHT", "ARMOURED", "BIOLOGICAL", "FLIES",
         "CLIMBS", "HITS_AIR", "SPLASH", "HEALS", "MAX_HEALTH", "MAX_SHIELD", "REGENERATION", "COOLDOWN_SCALE",
-        "TYPE_BIT", "SPAWN_X", "SPAWN_Y", "GROUP", "ORDER_X", "ORDER_Y", "SPAN_X", "SPAN_Y")  # fmt: skip
-(RADIUS, SEPARATION, RANGE, SLOP, LEASH, SCAN, SPEED, PERIOD, WIND_UP, INTERVAL, BACKSWING, DAMAGE, HITS, VERSUS_LIGHT,
+        "TYPE_BIT")  # fmt: skip
+(RADIUS, SEPARATION, RANGE, SLOP, SCAN, SPEED, PERIOD, WIND_UP, INTERVAL, BACKSWING, DAMAGE, HITS, VERSUS_LIGHT,
  VERSUS_ARMOURED, ARMOUR, LIGHT, ARMOURED, BIOLOGICAL, FLIES, CLIMBS, HITS_AIR, SPLASH, HEALS, MAX_HEALTH, MAX_SHIELD,
- REGENERATION, COOLDOWN_SCALE, TYPE_BIT, SPAWN_X, SPAWN_Y, GROUP, ORDER_X, ORDER_Y, SPAN_X,
- SPAN_Y) = range(len(STAT))  # fmt: skip
+ REGENERATION, COOLDOWN_SCALE, TYPE_BIT) = range(len(STAT))  # fmt: skip
+# ---- where it starts and what its order is: start[field, u], read at resets only ----
+START = ("SPAWN_X", "SPAWN_Y", "GROUP", "ORDER_X", "ORDER_Y", "SPAN_X", "SPAN_Y")
+SPAWN_X, SPAWN_Y, GROUP, ORDER_X, ORDER_Y, SPAN_X, SPAN_Y = range(len(START))
 
 NOBODY, SHOT_AT_OTHERS = -1, -2  # in the place of a SHOOTER: no foe has fired, or none at this unit
 STAY, GO, ENGAGE, FIGHT = range(4)  # orders: stand, walk to GOAL, attack or heal TARGET, behave as the enemy does
@@ -80,20 +82,20 @@ Rule = namedtuple(
     f"{COMMON} allies units width height auto_allies medivacs_do_not_count "
     "open_ground healers fliers splash unarmed "  # what maps without need not ask
     "near "  # how near others matter to a mover
-    "strike_back call_for_help "
+    "look_again strike_back call_for_help "
     "sparse only_positive win defeat death negative_scale scale "
     "ally_shield enemy_shield types last_action pathing_grid terrain_height obs_time "
     "state_actions state_time state_is_obs "
     "enemies_at enemy_width friends_at friend_width self_at state_units",  # columns
 )
 # What the rules work on, called `g`. On CUDA real, whole, match, stat and line are in shared memory.
-World = namedtuple("World", "real whole match stat line ground waypoints rule")
-Game = namedtuple("Game", (*TENSORS, "real", "whole", "stat", "line", "ground", "waypoints"))  # arrays of the batch
+World = namedtuple("World", "real whole match stat line start ground waypoints rule")
+Game = namedtuple("Game", (*TENSORS, "real", "whole", "stat", "line", "start", "ground", "waypoints"))  # of the batch
 
 
 @scalar
 def world_of(real, whole, match, stat, line, rule, game):
-    return World(real, whole, match, stat, line, game.ground, game.waypoints, rule)
+    return World(real, whole, match, stat, line, game.start, game.ground, game.waypoints, rule)
 
 
 @scalar
@@ -280,7 +282,8 @@ def choose_target(m, u, at, loop, g):
     if target >= 0 and g.real[HEALTH, m, target] <= ZERO:
         target = -1
     if target >= 0:
-        in_range = within(m, u, target, at, g.stat[LEASH, u] + (g.stat[SLOP, u] if stance == FIRING else ZERO), g)
+        reach = g.stat[RANGE, u] if g.rule.look_again else g.stat[SCAN, u]
+        in_range = within(m, u, target, at, reach + (g.stat[SLOP, u] if stance == FIRING else ZERO), g)
         if in_range and is_armed(u, target, g):
             return target
     found, far = nearest_foe(m, u, at, g.stat[RANGE, u] if in_range else g.stat[SCAN, u], True, g), False
@@ -613,7 +616,7 @@ def judge(m, g):
 @scalar
 def place(m, u, g):
     """Unit u at the start of a match."""
-    key, episode, group = g.match[m, KEY], g.match[m, EPISODE], int(g.stat[GROUP, u])
+    key, episode, group = g.match[m, KEY], g.match[m, EPISODE], int(g.start[GROUP, u])
     shift_x = (uniform(key, episode, group, FOR_SPAWN) * F32(2) - ONE) * F32(SPAWN_SHIFT)
     shift_y = (uniform(key, episode, group + 1000, FOR_SPAWN) * F32(2) - ONE) * F32(SPAWN_SHIFT)
     along = uniform(key, episode, 0, FOR_ORDER)
@@ -621,12 +624,12 @@ def place(m, u, g):
         g.real[field, m, u] = ZERO
     for field in range(len(WHOLE)):
         g.whole[field, m, u] = 0
-    g.real[X, m, u], g.real[Y, m, u] = g.stat[SPAWN_X, u] + shift_x, g.stat[SPAWN_Y, u] + shift_y
+    g.real[X, m, u], g.real[Y, m, u] = g.start[SPAWN_X, u] + shift_x, g.start[SPAWN_Y, u] + shift_y
     g.real[HEALTH, m, u], g.real[SHIELD, m, u] = g.stat[MAX_HEALTH, u], g.stat[MAX_SHIELD, u]
     if g.stat[HEALS, u] > ZERO:
         g.real[ENERGY, m, u] = ENERGY_START
     g.whole[TARGET, m, u], g.whole[SHOOTER, m, u], g.whole[LAST_ACTION, m, u] = -1, NOBODY, -1
     if u >= g.rule.allies or g.rule.auto_allies:
         g.whole[ORDER, m, u] = FIGHT
-        g.real[GOAL_X, m, u] = g.stat[ORDER_X, u] + along * g.stat[SPAN_X, u]
-        g.real[GOAL_Y, m, u] = g.stat[ORDER_Y, u] + along * g.stat[SPAN_Y, u]
+        g.real[GOAL_X, m, u] = g.start[ORDER_X, u] + along * g.start[SPAN_X, u]
+        g.real[GOAL_Y, m, u] = g.start[ORDER_Y, u] + along * g.start[SPAN_Y, u]

@@ -109,13 +109,11 @@ def build_units(spec, groups, ground):
         elif spec.order[0] in ("go", "go_between"):
             span = np.subtract(spec.order[-1], spec.order[1])
             goal = marching_point(np.array(spec.order[1]), goal - point, ground)
-        scan = UNLIMITED if hunts else max(unit.range, SCAN_AT_LEAST)
         facts = {
             "radius": unit.radius,
             "separation": unit.separation or unit.radius,
             "range": unit.range,
-            "scan": scan,
-            "leash": unit.range if RULES["look_again"] else scan,
+            "scan": UNLIMITED if hunts else max(unit.range, SCAN_AT_LEAST),
             "speed": unit.speed / LOOPS_PER_SECOND,
             "period": unit.period * LOOPS_PER_SECOND,
             "hits": 1 if unit.interval and RULES["second_blow"] else unit.hits,
