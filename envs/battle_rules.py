@@ -422,16 +422,19 @@ def suffer(m, u, at, loop, g):
     shooter, shots = NOBODY, NOTHING
     first, last = foes_of(u, g)
     for v in range(first, last):
-        shot = g.whole[SHOT, m, v]
-        shots |= shot
-        if shot == 1 + u or (g.rule.splash and shot < 0 and splashed(m, v, u, at, g)):
-            health, shield = hit(u, v, health, shield, g)
-            shooter = v
-    g.whole[SHOOTER, m, u] = SHOT_AT_OTHERS if shooter == NOBODY and shots != NOTHING else shooter
-    if shooter >= 0:
-        g.real[HURT_AT, m, u] = F32(loop)
-        if F32(loop) >= g.real[QUIET_UNTIL, m, u]:
-            g.real[QUIET_UNTIL, m, u] = F32(loop) + CALL_PAUSE
+        shots |= g.whole[SHOT, m, v]
+    if shots != NOTHING:
+        shooter = SHOT_AT_OTHERS
+        for v in range(first, last):
+            shot = g.whole[SHOT, m, v]
+            if shot == 1 + u or (g.rule.splash and shot < 0 and splashed(m, v, u, at, g)):
+                health, shield = hit(u, v, health, shield, g)
+                shooter = v
+        if shooter >= 0:
+            g.real[HURT_AT, m, u] = F32(loop)
+            if F32(loop) >= g.real[QUIET_UNTIL, m, u]:
+                g.real[QUIET_UNTIL, m, u] = F32(loop) + CALL_PAUSE
+    g.whole[SHOOTER, m, u] = shooter
     if g.rule.splash and g.stat[SPLASH, u] == BLAST:
         if g.whole[SHOT, m, u] == EXPLODED:
             health = ZERO
