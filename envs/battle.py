@@ -155,6 +155,7 @@ FLAGS = ("auto_allies", "obs_last_action", "obs_pathing_grid", "obs_terrain_heig
          "reward_scale")  # fmt: skip
 REWARDS = ("reward_death_value", "reward_win", "reward_defeat", "reward_negative_scale")
 MOST_REWARD = 1e6
+MANY = 4  # foes that a CPU compares at a time; on CUDA every lane looks at one after the other
 
 
 def ranges_of(rule, stat):
@@ -260,7 +261,7 @@ class Battle(Batch):
             auto_allies=int(auto_allies), medivacs_do_not_count=int(spec.types == "MMM"),
             open_ground=int(waypoints is None), healers=int(stat[HEALS].any()), fliers=int(stat[FLIES].any()),
             splash=int(stat[SPLASH].any()), unarmed=int(RULES["armed_first"] and bool(unarmed.any())),
-            near=F32(2 * stat[SPEED].max() + 0.01),
+            near=F32(2 * stat[SPEED].max() + 0.01), many=MANY if self.device.type == "cpu" else len(kinds),
             **{name: int(RULES[name]) for name in ("look_again", "strike_back", "call_for_help")},
             sparse=int(reward_sparse), only_positive=int(reward_only_positive), win=F32(reward_win),
             defeat=F32(reward_defeat), death=F32(reward_death_value), negative_scale=F32(reward_negative_scale),

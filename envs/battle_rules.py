@@ -81,7 +81,7 @@ Rule = namedtuple(
     "Rule",
     f"{COMMON} allies units width height auto_allies medivacs_do_not_count "
     "open_ground healers fliers splash unarmed "  # what maps without need not ask
-    "near "  # how near others matter to a mover
+    "near many "  # how near others matter to a mover; from how many foes on it pays to ask first whether any is near
     "look_again strike_back call_for_help "
     "sparse only_positive win defeat death negative_scale scale "
     "ally_shield enemy_shield types last_action pathing_grid terrain_height obs_time "
@@ -227,10 +227,21 @@ def is_armed(u, v, g):
 
 
 @scalar
+def any_foe_within(m, u, at, reach, g):
+    """Whether a living foe is no farther than `reach`. Without branches, so that the CPU looks at several at a time."""
+    near, (first, last) = False, foes_of(u, g)
+    for v in range(first, last):
+        near |= (g.real[HEALTH, m, v] > ZERO) & within(m, u, v, at, reach, g)
+    return near
+
+
+@scalar
 def nearest_foe(m, u, at, reach, armed_only, g):
     """The nearest living foe that u can hit, no farther than `reach` from edge to edge; -1 if there is none."""
     best, who = FAR, -1
     first, last = foes_of(u, g)
+    if last - first >= g.rule.many and not any_foe_within(m, u, at, reach, g):
+        return -1
     for v in range(first, last):
         squared = squared_distance(m, u, v, at, g)
         if (
