@@ -415,7 +415,8 @@ def _for_cuda(function, done, **names):
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         tree.body[0].decorator_list = []
         scope = {**function.__globals__, **names, "int32": int32}
-        for name in function.__code__.co_names:
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}  # an attribute may be called alike
+        for name in (name for name in function.__code__.co_names if name in used):
             if name not in names and getattr(scope.get(name), "targetoptions", {}).get("forceinline"):
                 scope[name] = cuda.jit(_for_cuda(scope[name], done, **names), device=True)
         counted = ast.fix_missing_locations(_CountedLoops().visit(tree))
