@@ -18,8 +18,8 @@ import torch
 
 from envs import foraging, predator_prey, stag_hunt
 from envs.batch import check_whole_number
-from envs.battle import Battle
-from envs.battle_data import MAPS
+from envs.battle import Battle, RandomBattle
+from envs.battle_data import MAPS, SCENARIOS
 from envs.coin_game import IDS as COIN_GAMES
 from envs.coin_game import CoinGame
 from envs.foraging import Foraging, is_foraging
@@ -34,6 +34,7 @@ __all__ = ["__version__", "is_simulated", "list_ids", "make"]
 
 KINDS = {  # the class of each id; the real game's is imported when it is asked for
     **dict.fromkeys(MAPS, Battle),
+    **dict.fromkeys(SCENARIOS, RandomBattle),
     **dict.fromkeys(stag_hunt.IDS, StagHunt),
     **dict.fromkeys(foraging.IDS, Foraging),
     **dict.fromkeys(predator_prey.IDS, PredatorPrey),
@@ -170,7 +171,7 @@ def _device(name, kind):
 
 for _name in KINDS:
     gymnasium.register(
-        f"omg/{_name}-v0",
+        f"omg/{_name.replace('/', '-')}-v0",
         entry_point="envs.gym:OneLearner",
         vector_entry_point="envs.gym:OneLearnerVector",
         kwargs={"env_id": _name},

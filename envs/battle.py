@@ -10,16 +10,18 @@ Here the rules become a program (see envs/vector.py, and `life_cycle` in envs/ba
 matches with options. docs/battles.md has the rules in words.
 """
 
+import inspect
 import math
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import torch
 
 from envs import paths, vector
-from envs.batch import LOOK, STEP, Batch, check_flag, check_number, check_range, life_cycle
-from envs.battle_data import MAPS, RULES, TERRAINS, TYPES, Map
-from envs.battle_observations import POINTS, observe_match
+from envs.batch import LOOK, STEP, Batch, check_flag, check_number, check_range, check_whole_number, life_cycle
+from envs.battle_data import MAPS, RACES, RULES, SCENARIOS, TERRAINS, TYPES, Map, Scenario
+from envs.battle_observations import FIRST_SCOUT, POINTS, observe_match
 from envs.battle_policies import POLICIES, act_here
 from envs.battle_rules import (
     ATTACK,
@@ -32,11 +34,12 @@ from envs.battle_rules import (
     ENERGY_MAX,
     ENGAGE,
     F32,
+    FACING,
+    FACINGS,
     FIGHT,
     FIRING,
     FLIES,
     FREE,
-    FUSE,
     HEALS,
     HEALTH,
     HITS_IN,
@@ -53,6 +56,7 @@ from envs.battle_rules import (
     ORDER,
     RANGE,
     REAL,
+    SEES,
     SHIELD,
     SHOOTER,
     SHOT,
@@ -67,6 +71,7 @@ from envs.battle_rules import (
     STOP,
     SWEPT,
     TARGET,
+    TRAITS,
     WHOLE,
     ZERO,
     Game,
@@ -78,13 +83,14 @@ from envs.battle_rules import (
     judge,
     move,
     place,
+    scale_of,
     suffer,
     take_order,
     world_in_place,
     world_of,
 )  # fmt: skip
 from envs.battle_scene import describe
-from envs.battle_setup import build_units, resize
+from envs.battle_setup import MOST_AGENTS, build_kinds, build_units, resize
 from envs.vector import barrier, scalar
 
 
@@ -147,7 +153,8 @@ def run_here(op, m, lane, lanes, rule, game):
 def score_here(op, m, lane, lanes, rule, game):
     """The shaped reward since BEFORE, for `reward_since`."""
     if lane == 0:
-        game.reward[m, 0] = battle_reward(m, world_in_place(rule, game)) / rule.scale
+        g = world_in_place(rule, game)
+        game.reward[m, 0] = battle_reward(m, g) / scale_of(m, g)
 
 
 FLAGS = ("auto_allies", "obs_last_action", "obs_pathing_grid", "obs_terrain_height", "obs_timestep_number",
@@ -155,22 +162,38 @@ FLAGS = ("auto_allies", "obs_last_action", "obs_pathing_grid", "obs_terrain_heig
          "reward_scale")  # fmt: skip
 REWARDS = ("reward_death_value", "reward_win", "reward_defeat", "reward_negative_scale")
 MOST_REWARD = 1e6
+MOST_WHO_KNOW = 24  # agents that fit into the bits of who knows of an enemy
 MANY = 4  # foes that a CPU compares at a time; on CUDA every lane looks at one after the other
+
+
+OPEN_FIELD = TERRAINS["field"]
+FIXED_TEAMS = Scenario("", 0, 0, unit_ranges=False, own_pos=False)  # on SMAC's maps
+
+
+def rare_kind(scenario):
+    """The number of the kind that no random team has alone; -1: none."""
+    kinds = list(RACES[scenario.race].values()) if scenario else []
+    return next((number for number, kind in enumerate(kinds) if kind.rare), -1)
 
 
 def ranges_of(rule, stat):
     """The least and most of a unit's fields: real and whole, each (fields, 1, units)."""
     real, whole = (torch.zeros(2, len(names), 1, rule.units, dtype=torch.float32) for names in (REAL, WHOLE))
     real[0], real[1] = -math.inf, math.inf
-    for field, most in ((X, rule.width), (Y, rule.height), (HEALTH, stat[MAX_HEALTH]), (ENERGY, ENERGY_MAX)):
+    strongest = stat.max(1, keepdims=True) if rule.random_teams else stat
+    for field, most in ((X, rule.width), (Y, rule.height), (HEALTH, strongest[MAX_HEALTH]), (ENERGY, ENERGY_MAX)):
         real[0, field], real[1, field] = 0, torch.as_tensor(most)
-    shield = torch.as_tensor(stat[MAX_SHIELD])
+    shield = torch.as_tensor(strongest[MAX_SHIELD])
     real[0, SHIELD], real[1, SHIELD] = 0, torch.where(shield > 0, shield, math.inf)  # without one nobody sees it
     limits = {TARGET: (-1, rule.units - 1), ORDER: (STAY, FIGHT), STANCE: (FREE, FIRING),
-              SHOOTER: (SHOT_AT_OTHERS, rule.units - 1), FUSE: (0, 1), DETOUR: (-DETOUR_LOOPS, DETOUR_LOOPS),
-              LAST_ACTION: (-1, rule.actions - 1), SHOT: (SWEPT, rule.units)}  # fmt: skip
+              SHOOTER: (SHOT_AT_OTHERS, rule.units - 1), TRAITS: (-1, 0), DETOUR: (-DETOUR_LOOPS, DETOUR_LOOPS),
+              SHOT: (SWEPT, rule.units), LAST_ACTION: (-1, rule.actions - 1)}  # fmt: skip
+    if rule.random_teams:
+        limits[TRAITS] = (-FACING * FACINGS, FACING * FACINGS - 1)
     for field, (least, most) in limits.items():
         whole[0, field], whole[1, field] = least, most
+    if rule.few_know:
+        whole[1, LAST_ACTION, :, rule.allies :] = FIRST_SCOUT * (rule.allies + 1) - 1
     return {"real": tuple(real), "whole": tuple(whole)}
 
 
@@ -187,6 +210,7 @@ class Battle(Batch):
         name,
         num_envs=1,
         n_agents=None,
+        scenario=None,
         *,
         auto_allies=False,
         map_spec=None,
@@ -215,38 +239,44 @@ class Battle(Batch):
         check_number("reward_scale_rate", reward_scale_rate, 1 / MOST_REWARD, MOST_REWARD)
         if not (map_spec is None or isinstance(map_spec, Map)):
             raise ValueError(f"map_spec is a Map of envs/battle_data.py, not {map_spec!r}")
-        spec = map_spec or MAPS[name]
-        ground = paths.read_terrain(TERRAINS[spec.terrain])
-        waypoints = paths.waypoints(TERRAINS[spec.terrain])
-        groups = resize(spec, n_agents, name)
-        kinds, facts = build_units(spec, groups, ground)
-        stat, start = (np.stack([facts[name.lower()] for name in names]) for names in (STAT, START))
-        allies = sum(count for count, _, _ in groups[0])
-        if stat[RANGE, :allies].min() > stat[RANGE, allies:].max():  # else stepping back is giving up
+        spec, v2 = scenario or map_spec or MAPS[name], scenario or FIXED_TEAMS
+        terrain = OPEN_FIELD if scenario else TERRAINS[spec.terrain]
+        ground, waypoints = paths.read_terrain(terrain), paths.waypoints(terrain)
+        mmm = scenario.race == "terran" if scenario else spec.types == "MMM"  # Medivacs alone have lost
+        if scenario:
+            allies, enemies = scenario.allies, scenario.enemies
+            kinds, facts, pitch = build_kinds(scenario.race, allies + enemies, ground)
+            types, ally_shield = len(kinds), int(scenario.race == "protoss")
+            enemy_shield = ally_shield
+        else:
+            groups, pitch = resize(spec, n_agents, name), 0
+            kinds, facts = build_units(spec, groups, ground)
+            allies = sum(count for count, _, _ in groups[0])
+            enemies = len(kinds) - allies
+            types = len(TYPES[spec.types][1])
+            ally_shield, enemy_shield = (int(race == "P") for race in spec.races)
+        units, none = allies + enemies, np.zeros(allies + enemies, np.float32)
+        stat, start = (np.stack([facts.get(name.lower(), none) for name in names]) for names in (STAT, START))
+        if not scenario and stat[RANGE, :allies].min() > stat[RANGE, allies:].max():  # else stepping back is giving up
             self.default_others = (*self.default_others, "kite")
-        enemies = len(kinds) - allies
-        actions = ATTACK + enemies
-        types, ally_shield, enemy_shield = (
-            len(TYPES[spec.types][1]),
-            int(spec.races[0] == "P"),
-            int(spec.races[1] == "P"),
-        )
+        first_attack = ATTACK + FACINGS * v2.cone
+        actions = first_attack + (max(allies, enemies) if scenario and mmm else enemies)
         enemies_at = ATTACK - NORTH + (len(POINTS) - 1) * obs_pathing_grid + len(POINTS) * obs_terrain_height
         enemy_width, friend_width = 5 + enemy_shield + types, 5 + ally_shield + types + actions * obs_last_action
         friends_at = enemies_at + enemies * enemy_width
         self_at = friends_at + (allies - 1) * friend_width
-        obs_dim = self_at + 1 + ally_shield + types + obs_timestep_number
-        state_units = allies * (4 + ally_shield + types) + enemies * (3 + enemy_shield + types)
+        obs_dim = self_at + 1 + ally_shield + 2 * v2.own_pos + 2 * v2.cone + types + obs_timestep_number
+        state_units = allies * (4 + ally_shield + 2 * v2.cone + types) + enemies * (3 + enemy_shield + types)
         state_dim = state_units + allies * actions * state_last_action + state_timestep_number
         if obs_instead_of_state:
             state_dim = allies * obs_dim
         self.n_enemies, self.unit_kinds, self.obs_instead_of_state = enemies, kinds, bool(obs_instead_of_state)
-        self._ground_rows = list(reversed(TERRAINS[spec.terrain].split()))
+        self._ground_rows = list(reversed(terrain.split()))
+        names = [f"agent_{a}" if scenario else f"{kinds[a]}_{a}" for a in range(allies)]
         super().__init__(
-            name, num_envs, [f"{kind}_{a}" for a, kind in enumerate(kinds[:allies])],
-            (actions, obs_dim, state_dim, spec.limit),
-            {"real": (torch.float32, (len(REAL), num_envs, len(kinds))),
-             "whole": (torch.int32, (len(WHOLE), num_envs, len(kinds)))}, **common,
+            name, num_envs, names, (actions, obs_dim, state_dim, spec.limit),
+            {"real": (torch.float32, (len(REAL), num_envs, units)),
+             "whole": (torch.int32, (len(WHOLE), num_envs, units))}, **common,
         )  # fmt: skip
 
         full = stat[MAX_HEALTH, allies:].sum() + stat[MAX_SHIELD, allies:].sum()
@@ -254,18 +284,25 @@ class Battle(Batch):
         if reward_scale and not best >= 1:
             rewards = f"reward_death_value {reward_death_value} and reward_win {reward_win}"
             raise ValueError(f"with {rewards} the best return, to scale by, is {best:g}: it has to be 1 or more")
+        scale = F32(best / reward_scale_rate if reward_scale else 1.0)
+        if scenario:  # the enemies of a match are random, and so is what they are worth
+            scale, best = F32(reward_scale_rate * reward_scale), max(best, 100.0 * enemies + 200)
         self.return_scale = 1.0 if reward_sparse else reward_scale_rate if reward_scale else max(best, 1.0)
         unarmed = (stat[HEALS] == 0) & ((stat[DAMAGE] == 0) | (stat[FLIES] > 0))  # or might be, to fliers that fight
         rule = Rule(
-            **self._rule_numbers(NO_OP), allies=allies, units=len(kinds), width=ground.shape[1], height=ground.shape[0],
-            auto_allies=int(auto_allies), medivacs_do_not_count=int(spec.types == "MMM"),
+            **self._rule_numbers(NO_OP), allies=allies, units=units, width=ground.shape[1], height=ground.shape[0],
+            auto_allies=int(auto_allies), medivacs_do_not_count=int(mmm),
             open_ground=int(waypoints is None), healers=int(stat[HEALS].any()), fliers=int(stat[FLIES].any()),
             splash=int(stat[SPLASH].any()), unarmed=int(RULES["armed_first"] and bool(unarmed.any())),
-            near=F32(2 * stat[SPEED].max() + 0.01), many=MANY if self.device.type == "cpu" else len(kinds),
+            near=F32(2 * stat[SPEED].max() + 0.01), many=MANY if self.device.type == "cpu" else units,
             **{name: int(RULES[name]) for name in ("look_again", "strike_back", "call_for_help")},
             sparse=int(reward_sparse), only_positive=int(reward_only_positive), win=F32(reward_win),
             defeat=F32(reward_defeat), death=F32(reward_death_value), negative_scale=F32(reward_negative_scale),
-            scale=F32(best / reward_scale_rate if reward_scale else 1.0),
+            scale=scale, rare=rare_kind(scenario), pitch=F32(pitch), random_teams=1 if scenario else None,
+            attack=first_attack, own_place=1 if v2.own_pos else None, unit_ranges=1 if v2.unit_ranges else None,
+            cone=1 if v2.cone else None, free_aim=None if v2.action_mask else 1,
+            few_know=1 if v2.prob_obs_enemy < 1 or v2.released else None, told=F32(v2.prob_obs_enemy),
+            released=1 if v2.released else None,
             ally_shield=ally_shield, enemy_shield=enemy_shield, types=types, last_action=int(obs_last_action),
             pathing_grid=int(obs_pathing_grid), terrain_height=int(obs_terrain_height),
             obs_time=int(obs_timestep_number),
@@ -289,7 +326,7 @@ class Battle(Batch):
         tensors = {**self._tensors(), **self._constant}
         game = Game(**{key: vector.view(tensor) for key, tensor in tensors.items()})
         staged = vector.Staged(run_one, world_of, KEPT_REAL, KEPT_WHOLE, max(obs_dim, state_units))
-        lanes = vector.lanes_for(len(kinds))
+        lanes = vector.lanes_for(units)
         self._run = vector.Runner(run_here, rule, game, self.device, lanes, staged)
         self._act = vector.Runner(act_here, rule, game, self.device, lanes)
         self._score = vector.Runner(score_here, rule, game, self.device, lanes)
@@ -339,20 +376,20 @@ class Battle(Batch):
     def _agent_state(self):
         """The global state in the view of each agent, itself first, without a limit of sight. Zeros for the dead.
 
-        Every unit also has its distance, x and y from the agent, and whether it is in sight. The actions that are
-        available come last.
+        Every unit also has its distance, x and y from the agent, and whether it is near enough to be seen. The actions
+        that are available come last.
         """
         rule, out, agents = self._rule, self._outputs, self.n_agents
         if self.obs_instead_of_state:
             return super()._agent_state()
         x, y, health = (self._simulation["real"][field] for field in (X, Y, HEALTH))
         place = torch.stack((x, y), -1)
-        offset = (place.unsqueeze(1) - place[:, :agents].unsqueeze(2)) / float(SIGHT)  # (matches, agents, units, 2)
+        offset = (place.unsqueeze(1) - place[:, :agents].unsqueeze(2)) / self._sights()  # (matches, agents, units, 2)
         distance = offset.square().sum(-1, keepdim=True).sqrt()
         view = torch.cat((distance, offset, distance < 1), -1) * (health > 0).view(len(health), 1, -1, 1)
         order = self._own_first
         view_of_allies = view[:, :, :agents].gather(2, order.view(1, agents, agents, 1).expand(len(view), -1, -1, 4))
-        ally_columns = agents * (4 + rule.ally_shield + rule.types)
+        ally_columns = agents * (4 + rule.ally_shield + 2 * (rule.cone is not None) + rule.types)
         action_columns = agents * self.n_actions * rule.state_actions
         sizes = (ally_columns, rule.state_units - ally_columns, action_columns, rule.state_time)
         allies, enemies, actions, time = out["state"].split(sizes, -1)
@@ -380,7 +417,15 @@ class Battle(Batch):
         enemies = obs[..., rule.enemies_at : rule.friends_at].unflatten(-1, (-1, rule.enemy_width))
         friends = obs[..., rule.friends_at : rule.self_at].unflatten(-1, (-1, rule.friend_width))
         both = torch.cat((enemies[..., 1:5], friends[..., 1:5]), -2)  # distance, x, y, health
-        return both[..., 1:3] * float(SIGHT), both[..., 3] > 0
+        return both[..., 1:3] * self._sight(obs), both[..., 3] > 0
+
+    def _sight(self, obs):
+        """What distances in observations are divided by."""
+        return float(SIGHT)
+
+    def _sights(self):
+        """How far the agents see."""
+        return float(SIGHT)
 
     def origin(self, agent, index=0):
         """The agent's own place, from which those in its observation are measured."""
@@ -393,6 +438,9 @@ class Battle(Batch):
         stat, match = self._constant["stat"].cpu().numpy(), self._simulation["match"][index].tolist()
         terminated, won = bool(self._outputs["terminated"][index]), bool(self._outputs["won"][index])
         ground, kinds = self._ground_rows, self.unit_kinds
+        if self._rule.random_teams:
+            numbers = self.kinds[index].tolist()
+            stat, kinds = stat[:, numbers], [kinds[number] for number in numbers]
         return describe(
             self.name, self.episode_limit, ground, kinds, self.n_agents, real, whole, stat, match, terminated, won
         )
@@ -420,3 +468,75 @@ class Battle(Batch):
             field, m, u = index
             return f"{(REAL if key == 'real' else WHOLE)[field].lower()} of match {m}, unit {u}"
         return super()._called(key, *index)
+
+
+def kinds_of(traits):
+    return torch.where(traits < 0, -1 - traits, traits) % FACING
+
+
+class RandomBattle(Battle):
+    """Matches of a scenario of SMACv2: random teams at random places. docs/battles.md has what is SMACv2's."""
+
+    passed_on = tuple(
+        name for name, p in inspect.signature(Battle.__init__).parameters.items()
+        if p.kind is p.KEYWORD_ONLY and name != "map_spec"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name,
+        num_envs=1,
+        n_agents=None,
+        *,
+        n_enemies=None,
+        obs_own_pos=True,
+        use_unit_ranges=True,
+        conic_fov=False,
+        action_mask=True,
+        prob_obs_enemy=1.0,
+        released_obs=False,
+        **options,
+    ):
+        spec, given = SCENARIOS[name], locals()
+        for option in ("obs_own_pos", "use_unit_ranges", "conic_fov", "action_mask", "released_obs"):
+            check_flag(option, given[option])
+        check_number("prob_obs_enemy", prob_obs_enemy, 0, 1)
+        allies = spec.allies if n_agents is None else n_agents
+        check_whole_number("n_agents", allies, 1, MOST_AGENTS)
+        enemies = allies + spec.enemies - spec.allies if n_enemies is None else n_enemies
+        check_whole_number("n_enemies", enemies, 1, MOST_AGENTS)
+        if allies + enemies < len(RACES[spec.race]):
+            raise ValueError(f"n_agents and n_enemies are {len(RACES[spec.race])} together or more")
+        if (prob_obs_enemy < 1 or released_obs) and allies > MOST_WHO_KNOW:
+            option = "prob_obs_enemy below 1" if prob_obs_enemy < 1 else "released_obs"
+            raise ValueError(f"{option} is for {MOST_WHO_KNOW} agents at most, not {allies}")
+        scenario = replace(
+            spec, allies=allies, enemies=enemies, own_pos=bool(obs_own_pos), unit_ranges=bool(use_unit_ranges),
+            cone=bool(conic_fov), action_mask=bool(action_mask), prob_obs_enemy=float(prob_obs_enemy),
+            released=bool(released_obs),
+        )  # fmt: skip
+        super().__init__(name, num_envs, None, scenario, **options)
+
+    @property
+    def kinds(self):
+        """(num_envs, allies + enemies): the number of every unit's kind in `unit_kinds`."""
+        return kinds_of(self._simulation["whole"][TRAITS])
+
+    def _sight(self, obs):
+        if not self._rule.unit_ranges:
+            return super()._sight(obs)
+        last = self._rule.obs_dim - self._rule.obs_time
+        own_kind = obs[..., last - len(self.unit_kinds) : last]
+        return (own_kind * self._constant["start"][SEES, : len(self.unit_kinds)]).sum(-1)[..., None, None]
+
+    def _sights(self):
+        if not self._rule.unit_ranges:
+            return super()._sights()
+        return self._constant["start"][SEES][self.kinds[:, : self.n_agents].long()][..., None, None]
+
+    def _refuse_snapshot(self, snapshot):
+        super()._refuse_snapshot(snapshot)
+        unknown = kinds_of(snapshot["whole"][TRAITS]) >= len(self.unit_kinds)
+        if unknown.any():
+            m, u = unknown.nonzero()[0].tolist()
+            raise ValueError(f"the kind of match {m}, unit {u} is none of 0 to {len(self.unit_kinds) - 1}")

@@ -185,6 +185,39 @@ class Map:
     order: tuple  # the enemy's: ("go", point), ("go_between", point, point), ("hunt",) or ("stay",)
 
 
+@dataclass(frozen=True)
+class Scenario:
+    """Random teams and places, as in SMACv2."""
+
+    race: str  # a key of RACES
+    allies: int
+    enemies: int
+    limit: int = 200
+    unit_ranges: bool = True  # whether every kind sees and reaches as far as it does, or all as in SMAC
+    own_pos: bool = True  # whether agents see where they are
+    cone: bool = False  # whether they see only where they look
+    action_mask: bool = True  # whether only targets in reach are available
+    prob_obs_enemy: float = 1.0  # how often an agent is told of an enemy that another has sighted
+    released: bool = False  # whether an enemy that an agent does not know of hides those before it, too
+
+
+@dataclass(frozen=True)
+class Recruit:
+    weight: float  # how often a unit is of this kind
+    sight: float  # how far it sees
+    reach: float  # how far it may be told to shoot
+    rare: bool = False  # a team is never of this kind alone
+
+
+# Of each race of SMACv2 the kinds, in the order of its type bits. Agents are numbered by the names of kinds.
+RACES = {
+    "terran": {"marine": Recruit(0.45, 9, 5), "marauder": Recruit(0.45, 10, 6), "medivac": Recruit(0.1, 11, 4, True)},
+    "protoss": {"stalker": Recruit(0.45, 10, 6), "zealot": Recruit(0.45, 9, 2), "colossus": Recruit(0.1, 10, 7)},
+    "zerg": {"zergling": Recruit(0.45, 8, 2), "hydralisk": Recruit(0.45, 9, 5), "baneling": Recruit(0.1, 8, 2, True)},
+}
+SIZES = ((5, 5), (10, 10), (10, 11), (20, 20), (20, 23))
+SCENARIOS = {f"smacv2/{race}_{n}_vs_{k}": Scenario(race, n, k) for race in RACES for n, k in SIZES}
+
 # fmt: off
 MAPS = {
     "3m": Map(

@@ -1,13 +1,19 @@
 """What a battle shows: available actions, observations and the global state, column by column as in SMAC."""
 
+import math
+
 from envs import paths
-from envs.batch import STEP
+from envs.batch import EPISODE, KEY, STEP
 from envs.battle_rules import (
     ATTACK,
+    CONE,
     COOLDOWN,
     COOLDOWN_SCALE,
     ENERGY,
     F32,
+    FACING,
+    FACINGS,
+    FOR_SIGHT,
     HALF,
     HEALTH,
     LAST_ACTION,
@@ -17,8 +23,6 @@ from envs.battle_rules import (
     NORTH,
     ONE,
     SHIELD,
-    SHOOT,
-    SIGHT,
     STOP,
     TYPE_BIT,
     ZERO,
@@ -28,9 +32,16 @@ from envs.battle_rules import (
     flies,
     inside,
     is_healer,
+    reaches,
+    sees,
     squared_distance,
+    stat,
+    traits,
 )  # fmt: skip
-from envs.vector import barrier, root, scalar
+from envs.vector import barrier, root, scalar, uniform
+
+COSINES = tuple(F32(round(math.cos(2 * math.pi * k / FACINGS), 7)) for k in range(FACINGS))
+FIRST_SCOUT = 1 << 24  # in an enemy's LAST_ACTION: 1 + the agent that sighted it first; below: bits of who knows of it
 
 POINTS = (
     (0, 4),
@@ -60,13 +71,83 @@ def available(m, a, action, g):
         dx, dy = compass(action)
         column, row = int(g.real[X, m, a] + dx), int(g.real[Y, m, a] + dy)
         return inside(column, row, g) and walkable(column, row, g)
-    v = action - ATTACK
-    if is_healer(a, g):
-        if v >= g.rule.allies or flies(v, g):
+    if g.rule.cone is not None and action < g.rule.attack:
+        return True  # an agent may look anywhere
+    return is_offered(m, a, action - g.rule.attack, g.rule.free_aim is None, g)
+
+
+@scalar
+def is_offered(m, a, v, near, g):
+    """Whether agent a may shoot at enemy v, or heal ally v; `near`: from where it is."""
+    if is_healer(m, a, g):
+        if v >= g.rule.allies or flies(m, v, g):
             return False
     else:
         v += g.rule.allies
-    return g.real[HEALTH, m, v] > ZERO and squared_distance(m, a, v, X, g) <= SHOOT * SHOOT
+        if v >= g.rule.units:
+            return False
+    reach = reaches(m, a, g)
+    in_reach = not near or (squared_distance(m, a, v, X, g) <= reach * reach and looks_at(m, a, v, g))
+    return g.real[HEALTH, m, v] > ZERO and in_reach
+
+
+@scalar
+def looks_at(m, a, v, g):
+    """Whether unit v is in the cone that agent a looks into, where there are cones."""
+    if g.rule.cone is None:
+        return True
+    fx, fy = direction(m, a, g)
+    dx, dy = g.real[X, m, v] - g.real[X, m, a], g.real[Y, m, v] - g.real[Y, m, a]
+    return dx * fx + dy * fy >= CONE * root(dx * dx + dy * dy)
+
+
+@scalar
+def direction(m, a, g):
+    """Where agent a looks."""
+    k = traits(m, a, g) // FACING
+    return COSINES[k], COSINES[(k + FACINGS - FACINGS // 4) % FACINGS]
+
+
+@scalar
+def knows(m, a, u, g):
+    """Whether agent a, which has unit u in sight, is shown it: of an enemy it may be that only some are."""
+    if g.rule.few_know is None or u < g.rule.allies:
+        return True
+    known = (g.whole[LAST_ACTION, m, u] >> a) & 1 == 1
+    if g.rule.released is not None:
+        for v in range(u + 1, g.rule.units):
+            known &= (g.whole[LAST_ACTION, m, v] >> a) & 1 == 1
+    return known
+
+
+@scalar
+def sight_of(m, a, u, g):
+    """Whether agent a has unit u in sight."""
+    sight = sees(m, a, g)
+    return g.real[HEALTH, m, a] > ZERO and squared_distance(m, a, u, X, g) < sight * sight and looks_at(m, a, u, g)
+
+
+@scalar
+def spread_word(m, u, g):
+    """Who knows of enemy u: who sighted it first, and each of the others with a chance, until one of both is dead."""
+    key, episode, step = g.match[m, KEY], g.match[m, EPISODE], g.match[m, STEP]
+    word = max(g.whole[LAST_ACTION, m, u], 0)
+    scout = word // FIRST_SCOUT - 1
+    if g.real[HEALTH, m, u] <= ZERO or (scout >= 0 and g.real[HEALTH, m, scout] <= ZERO):
+        word, scout = 0, -1
+    if scout < 0 and (g.real[HEALTH, m, u] > ZERO or g.rule.released is not None):  # there the dead are sighted, too
+        first = F32(2)
+        for a in range(g.rule.allies):
+            turn = uniform(key, episode, step, a * 8 + FOR_SIGHT)  # agents look one after the other, in any order
+            if turn < first and sight_of(m, a, u, g):
+                first, scout = turn, a
+        if scout >= 0:
+            word = FIRST_SCOUT * (scout + 1)
+            for a in range(g.rule.allies):
+                told = uniform(key, episode, step, (1000 + u * 32 + a) * 8 + FOR_SIGHT) < g.rule.told
+                if a == scout or told:
+                    word |= 1 << a
+    g.whole[LAST_ACTION, m, u] = word
 
 
 @scalar
@@ -105,6 +186,10 @@ def observe_ground(m, a, line, i, g):
 def observe_unit(m, a, u, line, i, g):
     """The columns of agent a about unit u, an enemy, another ally or itself: into line[i]."""
     column, width, shield = g.rule.self_at, 1 + g.rule.ally_shield + g.rule.types, g.rule.ally_shield
+    if g.rule.own_place is not None:
+        width += 2
+    if g.rule.cone is not None:
+        width += 2
     if u >= g.rule.allies:
         width, shield = g.rule.enemy_width, g.rule.enemy_shield
         column = g.rule.enemies_at + (u - g.rule.allies) * width
@@ -112,24 +197,32 @@ def observe_unit(m, a, u, line, i, g):
         width = g.rule.friend_width
         column = g.rule.friends_at + (u if u < a else u - 1) * width
     dx, dy = g.real[X, m, u] - g.real[X, m, a], g.real[Y, m, u] - g.real[Y, m, a]
-    squared = dx * dx + dy * dy
-    if g.real[HEALTH, m, a] <= ZERO or g.real[HEALTH, m, u] <= ZERO or squared >= SIGHT * SIGHT:
+    squared, sight = dx * dx + dy * dy, sees(m, a, g)
+    hidden = u != a and not (looks_at(m, a, u, g) and knows(m, a, u, g))
+    if g.real[HEALTH, m, a] <= ZERO or g.real[HEALTH, m, u] <= ZERO or squared >= sight * sight or hidden:
         for k in range(column, column + width):
             line[i, k] = ZERO
         return
     if u != a:
-        line[i, column] = flag(u < g.rule.allies or available(m, a, ATTACK + u - g.rule.allies, g))
-        line[i, column + 1] = root(squared) / SIGHT
-        line[i, column + 2] = dx / SIGHT
-        line[i, column + 3] = dy / SIGHT
+        line[i, column] = flag(u < g.rule.allies or is_offered(m, a, u - g.rule.allies, True, g))
+        line[i, column + 1] = root(squared) / sight
+        line[i, column + 2] = dx / sight
+        line[i, column + 3] = dy / sight
         column += 4
-    line[i, column] = g.real[HEALTH, m, u] / g.stat[MAX_HEALTH, u]
+    line[i, column] = g.real[HEALTH, m, u] / stat(MAX_HEALTH, m, u, g)
     column += 1
     if shield:
-        line[i, column] = g.real[SHIELD, m, u] / g.stat[MAX_SHIELD, u] if g.stat[MAX_SHIELD, u] > ZERO else ZERO
+        line[i, column] = g.real[SHIELD, m, u] / stat(MAX_SHIELD, m, u, g) if stat(MAX_SHIELD, m, u, g) > ZERO else ZERO
         column += 1
+    if g.rule.own_place is not None and u == a:
+        line[i, column] = g.real[X, m, u] / F32(g.rule.width)
+        line[i, column + 1] = g.real[Y, m, u] / F32(g.rule.height)
+        column += 2
+    if g.rule.cone is not None and u == a:
+        line[i, column], line[i, column + 1] = direction(m, a, g)
+        column += 2
     for bit in range(g.rule.types):
-        line[i, column + bit] = flag(g.stat[TYPE_BIT, u] == F32(bit))
+        line[i, column + bit] = flag(stat(TYPE_BIT, m, u, g) == F32(bit))
     if g.rule.last_action and u < g.rule.allies and u != a:
         for action in range(g.rule.actions):
             line[i, column + g.rule.types + action] = flag(g.whole[LAST_ACTION, m, u] == action)
@@ -139,6 +232,8 @@ def observe_unit(m, a, u, line, i, g):
 def state_of_unit(m, u, line, i, g):
     """The columns of the global state about unit u: into line[i]."""
     ally_width, enemy_width = 4 + g.rule.ally_shield + g.rule.types, 3 + g.rule.enemy_shield + g.rule.types
+    if g.rule.cone is not None:
+        ally_width += 2
     ally, enemies_at = u < g.rule.allies, g.rule.allies * ally_width
     column, width, shield = u * ally_width, ally_width, g.rule.ally_shield
     if not ally:
@@ -147,20 +242,23 @@ def state_of_unit(m, u, line, i, g):
         for k in range(column, column + width):
             line[i, k] = ZERO
         return
-    line[i, column] = g.real[HEALTH, m, u] / g.stat[MAX_HEALTH, u]
+    line[i, column] = g.real[HEALTH, m, u] / stat(MAX_HEALTH, m, u, g)
     column += 1
     if ally:
-        charge = g.real[ENERGY, m, u] if is_healer(u, g) else max(g.real[COOLDOWN, m, u], ZERO)
-        line[i, column] = charge / g.stat[COOLDOWN_SCALE, u]
+        charge = g.real[ENERGY, m, u] if is_healer(m, u, g) else max(g.real[COOLDOWN, m, u], ZERO)
+        line[i, column] = charge / stat(COOLDOWN_SCALE, m, u, g)
         column += 1
     line[i, column] = (g.real[X, m, u] - F32(g.rule.width) * HALF) / F32(g.rule.width)
     line[i, column + 1] = (g.real[Y, m, u] - F32(g.rule.height) * HALF) / F32(g.rule.height)
     column += 2
     if shield:
-        line[i, column] = g.real[SHIELD, m, u] / g.stat[MAX_SHIELD, u] if g.stat[MAX_SHIELD, u] > ZERO else ZERO
+        line[i, column] = g.real[SHIELD, m, u] / stat(MAX_SHIELD, m, u, g) if stat(MAX_SHIELD, m, u, g) > ZERO else ZERO
         column += 1
+    if g.rule.cone is not None and ally:
+        line[i, column], line[i, column + 1] = direction(m, u, g)
+        column += 2
     for bit in range(g.rule.types):
-        line[i, column + bit] = flag(g.stat[TYPE_BIT, u] == F32(bit))
+        line[i, column + bit] = flag(stat(TYPE_BIT, m, u, g) == F32(bit))
 
 
 @scalar
@@ -168,6 +266,11 @@ def observe_match(shown, m, row, lane, lanes, g, game):
     """Writes the outputs of match m if they are to be shown. It has barriers, so all lanes always call it."""
     obs, state, avail, alone = game.obs[m], game.state, game.avail, lanes == 1
     agents, units, actions = g.rule.agents, g.rule.units, g.rule.actions
+    if g.rule.few_know is not None:
+        if shown:
+            for u in range(agents + lane, units, lanes):
+                spread_word(row, u, g)
+        barrier()
     for a in range(agents):
         # one lane writes in place; many lanes fill a line in shared memory together, then copy it out
         line, i = (obs, a) if alone else (g.line, row)

@@ -12,7 +12,6 @@ from envs.battle_rules import (
     NORTH,
     RANGE,
     SHIELD,
-    SHOOT,
     STOP,
     ZERO,
     X,
@@ -23,7 +22,9 @@ from envs.battle_rules import (
     is_healer,
     nearest_foe,
     nearest_friend,
+    reaches,
     squared_distance,
+    stat,
     within,
     world_in_place,
 )  # fmt: skip
@@ -67,38 +68,44 @@ def random_action(m, a, avail, g):
 
 
 @scalar
+def is_near(m, a, foe, g):
+    reach = reaches(m, a, g)
+    return squared_distance(m, a, foe, X, g) <= reach * reach
+
+
+@scalar
 def scripted_action(m, a, policy, avail, g):
     if g.real[HEALTH, m, a] <= ZERO:
         return NO_OP
     if policy == RANDOM:
         return random_action(m, a, avail, g)
-    if is_healer(a, g):
+    if is_healer(m, a, g):
         friend = nearest_friend(m, a, X, True, g)
         if friend < 0:
             friend = nearest_friend(m, a, X, False, g)
             if friend < 0 or within(m, a, friend, X, FOLLOW, g):
                 return STOP
             return STOP if policy == HOLD else approach(m, a, friend, avail, g)
-        if avail[m, a, ATTACK + friend]:
-            return ATTACK + friend
+        if avail[m, a, g.rule.attack + friend]:
+            return g.rule.attack + friend
         return STOP if policy == HOLD else approach(m, a, friend, avail, g)
     foe = nearest_foe(m, a, X, FAR, False, g)
     if foe < 0:
         return STOP
     if policy == HOLD:
-        reached = avail[m, a, ATTACK + foe - g.rule.allies] and within(m, a, foe, X, g.stat[RANGE, a], g)
-        return ATTACK + foe - g.rule.allies if reached else STOP
-    if policy == KITE and g.real[COOLDOWN, m, a] > ZERO and squared_distance(m, a, foe, X, g) <= SHOOT * SHOOT:
+        reached = avail[m, a, g.rule.attack + foe - g.rule.allies] and within(m, a, foe, X, stat(RANGE, m, a, g), g)
+        return g.rule.attack + foe - g.rule.allies if reached else STOP
+    if policy == KITE and g.real[COOLDOWN, m, a] > ZERO and is_near(m, a, foe, g):
         return step_towards(m, a, g.real[X, m, a] - g.real[X, m, foe], g.real[Y, m, a] - g.real[Y, m, foe], avail)
-    if policy == WEAKEST and g.stat[RANGE, a] >= MELEE:  # who has to walk up to its target takes the nearest
+    if policy == WEAKEST and stat(RANGE, m, a, g) >= MELEE:  # who has to walk up to its target takes the nearest
         least = FAR
         for v in range(g.rule.allies, g.rule.units):
-            if avail[m, a, ATTACK + v - g.rule.allies] and can_hit(a, v, g):
+            if avail[m, a, g.rule.attack + v - g.rule.allies] and can_hit(m, a, v, g):
                 left = g.real[HEALTH, m, v] + g.real[SHIELD, m, v]
                 if left < least:
                     least, foe = left, v
-    if avail[m, a, ATTACK + foe - g.rule.allies]:
-        return ATTACK + foe - g.rule.allies
+    if avail[m, a, g.rule.attack + foe - g.rule.allies]:
+        return g.rule.attack + foe - g.rule.allies
     return approach(m, a, foe, avail, g)
 
 

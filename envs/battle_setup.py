@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from envs import paths
-from envs.battle_data import RULES, TYPES, UNITS
+from envs.battle_data import RACES, RULES, TYPES, UNITS
 
 LOOPS_PER_SECOND = 16
 SCAN_AT_LEAST, UNLIMITED = 5.0, 1e9  # how far the enemy looks for targets
@@ -86,6 +86,47 @@ def centre(groups):
     return np.average([point for _, _, point in groups], axis=0, weights=[count for count, _, _ in groups])
 
 
+def unit_facts(unit):
+    """What never changes about a unit, by name: times in game loops."""
+    facts = {
+        "separation": unit.separation or unit.radius,
+        "scan": max(unit.range, SCAN_AT_LEAST),
+        "speed": unit.speed / LOOPS_PER_SECOND,
+        "period": unit.period * LOOPS_PER_SECOND,
+        "hits": 1 if unit.interval and RULES["second_blow"] else unit.hits,
+        "interval": unit.interval * RULES["second_blow"] * LOOPS_PER_SECOND,
+        "wind_up": unit.wind_up * RULES["wind_up"] * LOOPS_PER_SECOND,
+        "backswing": unit.backswing * RULES["backswing"] * LOOPS_PER_SECOND,
+        "slop": unit.slop * RULES["slop"],
+        "regeneration": unit.regeneration / LOOPS_PER_SECOND,
+        "splash": ("", "line", "blast").index(unit.splash),
+        "max_health": unit.health,
+        "max_shield": unit.shield,
+    }
+    same = ("radius", "range", "damage", "versus_light", "versus_armoured", "armour", "light", "armoured", "biological",
+            "flies", "climbs", "hits_air", "heals", "cooldown_scale")  # fmt: skip
+    return facts | {name: getattr(unit, name) for name in same}
+
+
+def build_kinds(race, units, ground):
+    """(the kinds of a race, facts by name, distance in a crowd): columns are kinds, or units for places in a crowd."""
+    kinds, pitch = RACES[race], 2 * max(UNITS[kind].separation or UNITS[kind].radius for kind in RACES[race])
+    middle, side = (ground.shape[1] / 2, ground.shape[0] / 2), math.ceil(math.sqrt(units))
+    side += 1 - side % 2  # odd, so that the first of a crowd stands in its middle
+    crowd = np.array(lattice(middle, side**2, pitch, (1, 0), ground)[:units]) - middle
+    weights = np.cumsum([recruit.weight for recruit in kinds.values()])
+    facts = {"spawn_x": crowd[:, 0], "spawn_y": crowd[:, 1], "share": weights / weights[-1]}
+    facts |= {"rank": [sorted(kinds).index(kind) for kind in kinds], "type_bit": range(len(kinds))}
+    facts |= {"sees": [k.sight for k in kinds.values()], "reaches": [k.reach for k in kinds.values()]}
+    columns = [unit_facts(UNITS[kind]) for kind in kinds]
+    facts |= {name: [column[name] for column in columns] for name in columns[0]}
+    padded = {}
+    for name, values in facts.items():
+        padded[name] = np.zeros(units, np.float32)
+        padded[name][: len(values)] = values
+    return list(kinds), padded, pitch
+
+
 def build_units(spec, groups, ground):
     """(kinds, facts by name) of all units, allies first, numbered as SMAC numbers them."""
     allies, enemies = groups
@@ -110,21 +151,7 @@ def build_units(spec, groups, ground):
             span = np.subtract(spec.order[-1], spec.order[1])
             goal = marching_point(np.array(spec.order[1]), goal - point, ground)
         facts = {
-            "radius": unit.radius,
-            "separation": unit.separation or unit.radius,
-            "range": unit.range,
-            "scan": UNLIMITED if hunts else max(unit.range, SCAN_AT_LEAST),
-            "speed": unit.speed / LOOPS_PER_SECOND,
-            "period": unit.period * LOOPS_PER_SECOND,
-            "hits": 1 if unit.interval and RULES["second_blow"] else unit.hits,
-            "interval": unit.interval * RULES["second_blow"] * LOOPS_PER_SECOND,
-            "wind_up": unit.wind_up * RULES["wind_up"] * LOOPS_PER_SECOND,
-            "backswing": unit.backswing * RULES["backswing"] * LOOPS_PER_SECOND,
-            "slop": unit.slop * RULES["slop"],
-            "regeneration": unit.regeneration / LOOPS_PER_SECOND,
-            "splash": ("", "line", "blast").index(unit.splash),
-            "max_health": unit.health,
-            "max_shield": unit.shield,
+            **unit_facts(unit),
             "type_bit": bits.index(kind) if enemy_bits else -1,
             "spawn_x": x,
             "spawn_y": y,
@@ -134,18 +161,9 @@ def build_units(spec, groups, ground):
             "span_x": span[0],
             "span_y": span[1],
         }
-        same = (
-            "damage",
-            "versus_light",
-            "versus_armoured",
-            "armour",
-            "light",
-            "armoured",
-            "biological",
-            "flies",
-        )
-        same += ("climbs", "hits_air", "heals", "cooldown_scale")
-        for name, value in {**facts, **{name: getattr(unit, name) for name in same}}.items():
+        if hunts:
+            facts["scan"] = UNLIMITED
+        for name, value in facts.items():
             stat.setdefault(name, []).append(value)
     return kinds, {name: np.array(values, np.float32) for name, values in stat.items()}
 

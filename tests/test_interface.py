@@ -68,6 +68,7 @@ def duel(**options):
         ("mmm", "did you mean MMM? "),
         ("Stag_Hunt_4X4", "did you mean stag_hunt_4x4? "),
         ("sc2/3n", "did you mean sc2/3m? "),
+        ("terran_5_vs_5", "did you mean smacv2/terran_5_vs_5? "),
         ("coingame,size=5", "did you mean coin_game? "),
         ("stag_hunt_4x4x4", "did you mean stag_hunt_4x4 or stag_hunt_{height}x{width}_{hares}h{stags}s? "),
         ("Breakout", ""),
@@ -683,7 +684,7 @@ def test_nearest_wins_more_often_than_random():
 # ---- one source for plain Python, CPU threads and CUDA ----
 SHORT_MATCH = """
 import sys, numpy as np, torch, envs
-env = envs.make("3m", num_envs=2, seed=6)
+env = envs.make(sys.argv[2], num_envs=2, seed=6, n_agents=3)
 env.reset()
 x, y = torch.tensor([[10.0, 10, 10, 15, 15, 15]] * 2), torch.tensor([[14.0, 16, 18, 14, 16, 18]] * 2)
 env.set_units(x=x, y=y)
@@ -697,19 +698,24 @@ np.save(sys.argv[1], np.stack(rows))
 
 
 @pytest.mark.slow
-def test_plain_python_plays_what_compiled_code_plays(tmp_path):
+@pytest.mark.parametrize("name", ["3m", "smacv2/zerg_5_vs_5,conic_fov=True,prob_obs_enemy=0.5"])
+def test_plain_python_plays_what_compiled_code_plays(name, tmp_path):
     histories = []
     for disabled in ("0", "1"):
         file = tmp_path / f"{disabled}.npy"
         environment = {**os.environ, "NUMBA_DISABLE_JIT": disabled, "PYTHONPATH": str(Path(envs.__file__).parents[1])}
-        subprocess.run([sys.executable, "-c", SHORT_MATCH, str(file)], env=environment, check=True, timeout=300)
+        subprocess.run([sys.executable, "-c", SHORT_MATCH, str(file), name], env=environment, check=True, timeout=300)
         histories.append(np.load(file))
     assert (histories[0][0] != histories[0][-1]).any()
     np.testing.assert_allclose(histories[1], histories[0], atol=1e-4)
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", ["8m", "MMM", "1c3s5z", "so_many_baneling", "2c_vs_64zg"])
+@pytest.mark.parametrize(
+    "name",
+    ["8m", "MMM", "1c3s5z", "so_many_baneling", "2c_vs_64zg", "smacv2/terran_10_vs_11", "smacv2/protoss_5_vs_5",
+     "smacv2/zerg_20_vs_23,prob_obs_enemy=0.5,action_mask=False", "smacv2/protoss_5_vs_5,conic_fov=True"],
+)  # fmt: skip
 def test_cuda_plays_what_the_cpu_plays(name):
     cpu, gpu = (envs.make(name, num_envs=1000, seed=8, device=device, check=False) for device in ("cpu", "cuda"))
     cpu.reset()

@@ -263,7 +263,7 @@ def test_a_team_of_learners_acts_as_they_choose():
     assert team.joint_action(action, action) is action and team.select(action) is action
 
 
-def compare_with_scripts(team, rounds=3, steps=12):
+def compare_with_scripts(team, rounds=3, steps=20):
     """Plays rounds in which every run must act as its script plays it alone, with only the match's own history."""
     env, generator = team.env, torch.Generator().manual_seed(0)
     alone = {
