@@ -17,31 +17,61 @@ def test_ranks_are_shared_by_equals():
 
 
 def test_rank_correlation():
-    assert difficulty.rank_correlation([1, 2, 3, 4], [10, 20, 90, 1000]) == pytest.approx(1)
-    assert difficulty.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    assert difficulty.rank_correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)  # 1 - 6 * 4 / (5 * 24)
+    def correlation(one, other):
+        return difficulty.rank_correlation(*([(won, 0) for won in values] for values in (one, other)))
+
+    assert correlation([1, 2, 3, 4], [10, 20, 90, 1000]) == pytest.approx(1)
+    assert correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)  # 1 - 6 * 4 / (5 * 24)
+    returns = [(0, 5), (0.4, 7), (30, 1), (60, 0)]  # less than half a per cent is none: the return decides
+    assert difficulty.rank_correlation(returns, [(0, 1), (0, 2), (5, 9), (9, 5)]) == pytest.approx(1)
+    assert difficulty.rank_correlation(returns, [(0, 2), (0, 1), (5, 9), (9, 5)]) == pytest.approx(0.8)
+
+
+def evaluations(won, earned=(0,)):
+    """One in 10,000 steps."""
+    earned = [*earned, *earned[-1:] * (len(won) - len(earned))]
+    return [{"steps": 10_000 * n, "win_rate": w, "episodic_return": e} for n, (w, e) in enumerate(zip(won, earned), 1)]
+
+
+def test_a_figure_is_the_maximum_over_training_of_the_median_of_means():
+    won = [[0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0], [0] * 5 + [0.5] * 7, [1] + [0] * 10 + [1]]
+    steps = [10_000 * n for n in range(1, 13)]
+    figure = difficulty.best_so_far([evaluations(run) for run in won], steps, window=50_000)
+    means = [[sum(run[max(n - 5, 0) : n]) / 5 if n >= 5 else 0 for n in range(1, 13)] for run in won]
+    medians = [sorted(three)[1] for three in zip(*means)]
+    assert figure.tolist() == pytest.approx([100 * max(medians[:n]) for n in range(1, 13)])
 
 
 def test_the_difficulty_table(tmp_path):
-    for number, (env_id, algorithm, won) in enumerate(
+    for number, (env_id, algorithm, *evals) in enumerate(
         [
-            ("2s3z", "qmix", 0.9),
-            ("2s3z", "qmix", 0.8),
-            ("corridor", "qmix", 0.1),
-            ("MMM2", "qmix", 0.5),
-            ("3m", "iql", 1),
+            ("2s3z", "qmix", [0, 0.9, 0.3]),
+            ("2s3z", "qmix", [0.2, 0.8, 0.4]),
+            ("corridor", "qmix", [0, 0, 0], [1, 2, 3]),
+            ("MMM2", "qmix", [0, 0.1, 0.5]),
+            ("MMM2", "coma", [0, 0, 0.002], [4]),
+            ("2s3z", "coma", [0, 0.4, 0.1]),
+            ("2s3z", "ippo", [0, 0, 1]),
+            ("3m", "qmix", [1]),
         ]
     ):
         (tmp_path / f"{number}").mkdir()
-        results = {"env_id": env_id, "algorithm": algorithm, "final": {"win_rate": won}}
+        results = {"env_id": env_id, "algorithm": algorithm, "evals": evaluations(*evals)}
         (tmp_path / f"{number}" / "results.json").write_text(json.dumps(results))
     (tmp_path / "unfinished").mkdir()
-    command = [sys.executable, ROOT / "benchmarks" / "difficulty.py", *sorted(tmp_path.iterdir())]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    rows = {line.split(" | ")[0].strip("| "): line for line in output.splitlines() if line.startswith("| ")}
-    assert set(rows) == {"map", "2s3z", "MMM2", "corridor"}
-    assert rows["2s3z"].rstrip().endswith("85 | 99 |") and rows["corridor"].rstrip().endswith("10 | 1 |")
-    assert "rank correlation, qmix: 1.00 (3 figures)" in output
+    command = [sys.executable, ROOT / "benchmarks" / "difficulty.py", *sorted(tmp_path.iterdir()), "--window", "10000",
+               "--algorithms", "qmix", "coma", "ippo", "--out", tmp_path / "picture.png"]  # fmt: skip
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert output[0] == "| map | QMIX: ours | SMAC | COMA: ours | SMAC | IPPO: ours |" and output[1].count("|") == 7
+    assert output[2:5] == [
+        "| 2s3z | 85 | 99 | 40 | 43 | 100 |",
+        "| MMM2 | 50 | 69 | 0 (4.0) | 0 (6.1) |  |",
+        "| corridor | 0 (2.0) | 1 |  | 0 (1.9) |  |",
+    ]
+    assert output[5].startswith("qmix, 3 figures: rank correlation 1.00, mean absolute difference 11.3 points, at the ")
+    assert output[7].startswith("all, 5 figures: rank correlation 0.90, ")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_replay_ratio_counts_samples():
