@@ -157,6 +157,7 @@ RULES = {
     "armed_first": True,  # those that cannot hit back are targets only where there are no others
     "strike_back": True,  # a unit without a target takes whoever hits it, however far away
     "call_for_help": True,  # and so do those near it
+    "surround": True,  # who is held up goes round the others; off: only round one who stands, left or right at random
 }
 
 # For each family of maps: the order in which SMAC numbers the kinds of allies, and the type bits of the enemies.

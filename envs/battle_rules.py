@@ -75,8 +75,8 @@ HEAL_SCAN = F32(6)  # within which SMACv2's enemy Medivac, which does not follow
 KINDS, MOST_IN_TEAM, MOST_DRAFTS = 3, 128, 1000  # of random teams
 HALF_FIELD = F32(15)  # how far from the edge allies start who face their mirror image
 FOLLOW = F32(2)  # a Medivac with nobody to heal keeps this near to the nearest friend
-BLOCKED = F32(0.3)  # who gets on by less than this part of a step, for one who stands, goes sideways for a while
-DETOUR_LOOPS = 6
+BLOCKED = F32(0.3)  # who gets on by less than this part of a step, because of another, goes sideways for a while
+DETOUR_LOOPS = 12
 TOUCH = F32(1e-5)  # who slides past another at no distance must not be held by the last digit of a float
 CROWD = 32  # units on a map
 BITS = 62  # units in one mask
@@ -92,7 +92,7 @@ Rule = namedtuple(
     f"{COMMON} allies units width height auto_allies medivacs_do_not_count "
     "open_ground healers fliers splash unarmed "  # what maps without need not ask
     "near many "  # how near others matter to a mover; from how many foes on it pays to ask first whether any is near
-    "look_again strike_back call_for_help "
+    "look_again strike_back call_for_help surround "
     "rare pitch attack told "
     "random_teams own_place unit_ranges cone free_aim few_know released "  # see RandomBattle; 1, or None: no
     "sparse only_positive win defeat death negative_scale scale "
@@ -594,6 +594,27 @@ def share_of(m, u, at, x, y, mask, first, share, g):
 
 
 @scalar
+def way_round(m, u, at, loop, blocker, mask, g):
+    """For how many loops u, whom the blocker holds up, walks sideways: to the side on which fewer are near."""
+    crowd, first = ZERO, 0  # how far those near are to the left, all together
+    if g.rule.surround:
+        while first < g.rule.units:
+            if g.rule.units > BITS:
+                mask = who_is_near(m, u, first, at, g)
+            while mask != 0:
+                bit, mask = pop_bit(mask)
+                dx, dy, _ = room(m, u, first + bit, at, g)
+                crowd += g.real[WANT_X, m, u] * dy - g.real[WANT_Y, m, u] * dx
+            first += BITS
+    elif g.real[WANT_X, m, blocker] != ZERO or g.real[WANT_Y, m, blocker] != ZERO:
+        return 0  # it gets out of the way by itself
+    if crowd == ZERO:
+        left = draw(g.match[m, KEY], g.match[m, EPISODE], loop // 64, u * 8 + FOR_SIDESTEP) & 1
+        return DETOUR_LOOPS if left else -DETOUR_LOOPS
+    return DETOUR_LOOPS if crowd < ZERO else -DETOUR_LOOPS
+
+
+@scalar
 def move(m, u, at, loop, g):
     px, py = g.real[at, m, u], g.real[at + 1, m, u]
     wx, wy = g.real[WANT_X, m, u], g.real[WANT_Y, m, u]
@@ -618,10 +639,8 @@ def move(m, u, at, loop, g):
             x, y = x - worst * dx, y - worst * dy
             if turn == 0:
                 blocker = who
-        stands = blocker >= 0 and g.real[WANT_X, m, blocker] == ZERO and g.real[WANT_Y, m, blocker] == ZERO
-        if stands and x * wx + y * wy < BLOCKED * wanted and g.whole[DETOUR, m, u] == 0:
-            left = draw(g.match[m, KEY], g.match[m, EPISODE], loop // 64, u * 8 + FOR_SIDESTEP) & 1
-            g.whole[DETOUR, m, u] = DETOUR_LOOPS if left else -DETOUR_LOOPS
+        if blocker >= 0 and x * wx + y * wy < BLOCKED * wanted and g.whole[DETOUR, m, u] == 0:
+            g.whole[DETOUR, m, u] = way_round(m, u, at, loop, blocker, mask, g)
         crowded = near & (near - 1) != 0 or g.rule.units > BITS  # by more than one
         (column, row), climbs = cell_of(px, py, g), stat(CLIMBS, m, u, g) > ZERO
         for attempt in range(3):  # the step; where a wall is in the way, its part along the wall

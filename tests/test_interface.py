@@ -633,7 +633,7 @@ def test_weakest_attacks_the_lowest_health_in_reach():
     assert far_and_weak.scripted_actions("weakest").tolist() == [[ATTACK + 2] * 3]
     env = envs.make("2s3z", num_envs=20)
     env.reset()
-    play(env, 4, "nearest")
+    play(env, 5, "nearest")
     env.set_units(health=env.units()["health"] / torch.arange(1, 11))
     differs = (env.scripted_actions("weakest").clone() != env.scripted_actions("nearest")).any(0).tolist()
     assert differs == [kind == "stalker" for kind in env.unit_kinds[:5]]  # zealots would have to walk up to it

@@ -927,6 +927,21 @@ def test_call_for_help(on, monkeypatch):
     assert position(env, 3) == pytest.approx((x, 16 + far - x))
 
 
+@both
+def test_surround(on, monkeypatch):
+    """Twelve zerglings in a block meet a wall of three: how many of them bite, from second 4 to 8."""
+    monkeypatch.setitem(RULES, "surround", on)
+    wall = [("dummy", 10, 15.2 + 0.8 * i) for i in range(3)]
+    env = battle(wall, [("zergling", 13 + 0.8 * (i // 4), 14.8 + 0.8 * (i % 4)) for i in range(12)], num_envs=32)
+    left = []
+    for _ in range(2):
+        step(env, STOP, STOP, STOP, times=8)
+        left.append(env.units()["health"][:, :3].sum(1).mean().item())
+    bites = (left[0] - left[1]) / UNITS["zergling"].damage
+    biting = bites / (4 / UNITS["zergling"].period)
+    assert biting > 6 if on else biting < 4.5
+
+
 def test_who_has_a_target_does_not_answer_a_call():
     x = 10 + edges("stalker", "dummy", 5.8)
     allies = [("stalker", 10, 16), ("hydralisk", x + 3 + touching("zealot", "hydralisk"), 16)]
