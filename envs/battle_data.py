@@ -17,6 +17,7 @@ class Unit:
     hits: int = 1  # an attack of two hits meets the armour twice
     interval: float = 0.0  # seconds from the first hit to the second; 0: both at once
     wind_up: float = 0.167  # seconds from the beginning of an attack to its damage
+    recovery: float = 0.0  # seconds more to the next attack
     backswing: float = 0.5  # seconds after the damage in which a unit that acts by itself does not walk
     slop: float = 1.0  # a unit that is firing goes on, without walking, up to this much beyond its range
     versus_light: float = 0.0  # added damage
@@ -137,6 +138,7 @@ UNITS = {
         1.6,
         25,
         wind_up=0.333,
+        recovery=0.6,
         slop=0,
         versus_armoured=5,
         armour=2,
@@ -151,6 +153,7 @@ UNITS = {
 RULES = {
     "wind_up": True,  # damage comes a while after the beginning of an attack, and not at all if the target gets away
     "second_blow": True,  # a zealot's two hits come one after the other, not at once
+    "recovery": True,  # a spine crawler needs longer from attack to attack than the data say: fitted to SMAC's returns
     "backswing": True,  # after an attack a unit stands for a while, unless it gets an order
     "slop": True,  # a unit that is firing goes on a little beyond its range
     "look_again": True,  # out of weapon range a target gives way to the nearest; off: kept within the scan range

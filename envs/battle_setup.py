@@ -92,7 +92,7 @@ def unit_facts(unit):
         "separation": unit.separation or unit.radius,
         "scan": max(unit.range, SCAN_AT_LEAST),
         "speed": unit.speed / LOOPS_PER_SECOND,
-        "period": unit.period * LOOPS_PER_SECOND,
+        "period": (unit.period + unit.recovery * RULES["recovery"]) * LOOPS_PER_SECOND,
         "hits": 1 if unit.interval and RULES["second_blow"] else unit.hits,
         "interval": unit.interval * RULES["second_blow"] * LOOPS_PER_SECOND,
         "wind_up": unit.wind_up * RULES["wind_up"] * LOOPS_PER_SECOND,

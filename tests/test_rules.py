@@ -764,6 +764,7 @@ def test_damage_comes_after_the_wind_up(kind, side, on, monkeypatch):
 def test_shot_in_its_wind_up_is_lost_in_the_loop_in_which_the_target_leaves(on, monkeypatch):
     """A stalker that walks away passes 7.0 in loop 4. The crawler begins anew, with the other, in that loop."""
     monkeypatch.setitem(RULES, "wind_up", on)
+    monkeypatch.setitem(RULES, "recovery", False)
     reach, stride = edges("spinecrawler", "stalker", 7), UNITS["stalker"].speed / SECOND
     stalkers = [("stalker", 16, 20 - reach + 3.5 * stride), ("stalker", 16 + reach - 0.1, 20)]
     env = battle(stalkers, [("spinecrawler", 16, 20)])
@@ -925,6 +926,16 @@ def test_call_for_help(on, monkeypatch):
     assert hurt_at(env, 1) == 3
     assert value(env, "x", 2) == pytest.approx(near - on * 4 * 2.25 / SECOND)
     assert position(env, 3) == pytest.approx((x, 16 + far - x))
+
+
+@both
+def test_recovery(on, monkeypatch):
+    monkeypatch.setitem(RULES, "recovery", on)
+    env = battle([("dummy", 10, 16)], [("spinecrawler", 10 + touching("spinecrawler", "dummy"), 16)], num_envs=256)
+    step(env, STOP)
+    ready_in = env.units()["cooldown"][:, 1] + LOOPS
+    reload = (1.6 + on * 0.6) * SECOND
+    assert reload - 1 - SMALL < ready_in.min() < reload - 0.9 and reload + 1.9 < ready_in.max() < reload + 2 + SMALL
 
 
 @both

@@ -12,7 +12,7 @@ MATCHES = 128
 
 
 def play(name, script, seed=0, agents=None):
-    """(share of wins, share of defeats) of a script: `script(env, info, memory)` returns the actions.
+    """(share of wins, share of defeats, mean return) of a script: `script(env, info, memory)` returns the actions.
 
     With `agents` only so many are alive.
     """
@@ -22,14 +22,16 @@ def play(name, script, seed=0, agents=None):
     health[:, agents or env.n_agents : env.n_agents] = 0
     _, info = env.set_units(health=health)
     won, lost, over = torch.zeros(3, MATCHES, dtype=torch.bool)
+    earned = torch.zeros(MATCHES)
     for _ in range(env.episode_limit):
-        _, _, terminated, truncated, info = env.step(script(env, info, memory))
+        _, reward, terminated, truncated, info = env.step(script(env, info, memory))
+        earned += reward[:, 0].masked_fill(over, 0.0)
         won |= info["won"] & ~over
         lost |= terminated & ~info["won"] & ~over
         over |= terminated | truncated
         if over.all():
             break
-    return won.float().mean().item(), lost.float().mean().item()
+    return won.float().mean().item(), lost.float().mean().item(), earned.mean().item()
 
 
 def between(env):
@@ -43,7 +45,7 @@ def between(env):
 # ---- 2s_vs_1sc ----
 CRAWLER_REACH = 7 + UNITS["spinecrawler"].radius + UNITS["stalker"].radius
 STRIDE = UNITS["stalker"].speed / 2  # in a step
-LOW = 45  # health and shield with which a stalker survives one more shot
+LOW = 30  # health and shield with which a stalker does not survive the next shot
 
 
 def stand_and_shoot(env, info, memory):
@@ -55,24 +57,20 @@ def stand_and_shoot(env, info, memory):
 
 
 def take_turns(env, info, memory):
-    """The stalker that is shot at leaves when it is low, and comes back when the crawler has turned to the other.
-
-    When both are low they stay away until their shields are restored.
-    """
+    """The stalker that is shot at leaves when it is low, and comes back when the crawler has turned to the other."""
     distance, units = between(env)[1][..., 0], env.units()
     low = (units["health"] + units["shield"])[:, :2] < LOW
-    restored = (units["shield"][:, :2] >= 80).all(1, keepdim=True)
     been_out = (memory.get("been_out", False) | (distance > CRAWLER_REACH)) & low
-    rest = (memory.get("rest", False) | low.all(1, keepdim=True)) & ~restored
-    memory.update(been_out=been_out, rest=rest)
-    action = torch.where(low & ~been_out, SOUTH, stand_and_shoot(env, info, memory))
-    return torch.where(rest, torch.where(distance < CRAWLER_REACH + 0.1, SOUTH, STOP), action)
+    memory.update(been_out=been_out)
+    return torch.where(low & ~been_out, SOUTH, stand_and_shoot(env, info, memory))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_2s_vs_1sc_is_lost_by_standing_and_won_by_taking_turns(seed):
-    assert play("2s_vs_1sc", stand_and_shoot, seed) == (0, 1)
-    assert play("2s_vs_1sc", take_turns, seed)[0] > 0.95
+    """Without a rest, in which the crawler would heal and the return rise: SMAC's learners win it with 20.2."""
+    assert play("2s_vs_1sc", stand_and_shoot, seed)[:2] == (0, 1)
+    won, _, earned = play("2s_vs_1sc", take_turns, seed)
+    assert won > 0.95 and earned == pytest.approx(20.2, abs=0.1)
 
 
 # ---- 3s_vs_3z, 3s_vs_5z ----
@@ -95,7 +93,7 @@ def kite(env, info, memory, danger=2.2):
 @pytest.mark.parametrize("name", ["3s_vs_3z", "3s_vs_5z"])
 def test_zealots_are_beaten_by_kiting_and_not_by_standing(name):
     for policy in ("nearest", "weakest", "hold"):
-        assert play(name, lambda env, info, memory, policy=policy: env.scripted_actions(policy)) == (0, 1)
+        assert play(name, lambda env, info, memory, policy=policy: env.scripted_actions(policy))[:2] == (0, 1)
     assert play(name, kite)[0] > 0.9
 
 
