@@ -1,45 +1,59 @@
 import gc
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import numba
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of the processes that share the tests, each of which has a core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that tests can import the scripts
 
+import envs
+import sweep
 from envs import vector
 
 # Environments are compiled for one thread only: for several, which play the same, they would be compiled again.
 SERIAL_BELOW, vector.SERIAL_BELOW = vector.SERIAL_BELOW, 10**9
-WORLDS = ["foraging_orders", "popp", "snowdrift_4x4", "coin_game", "matrix_ipd", "kuhn", "stag_hunt"]
-COMPILE = """
-import sys
-import envs
-from envs import vector
-usual, vector.SERIAL_BELOW = vector.SERIAL_BELOW, 10**9
-for name in sys.argv[1:]:
-    if name == "3m":  # from here on for threads
-        vector.SERIAL_BELOW = usual
-    env = envs.make(name, num_envs=8)
-    env.reset()
-    env.scripted_actions(env.policies[0])
-"""
+WORLDS = [  # one for every program; those first that take longest to compile
+    "3m", "smacv2/terran_5_vs_5", "foraging_orders", "stag_hunt", "popp", "kuhn", "coin_game", "snowdrift_4x4",
+    "matrix_ipd",
+]  # fmt: skip
+MANY = 1000  # tests
+MOST_PROCESSES = 4  # each needs a gigabyte, and a container may see more cores than it has
 
 
-def pytest_collection_finish(session):
-    """For many tests, another process compiles the environments too: those first that the tests come to last."""
-    if len(session.items) > 1000 and not session.config.option.collectonly:
-        names = [*WORLDS, "3m", *(WORLDS if any(item.get_closest_marker("slow") for item in session.items) else ())]
-        command, folder = [sys.executable, "-c", COMPILE, *names], Path(__file__).parent.parent
-        session.compiler = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """The whole suite is shared out among the cores, unless -n says otherwise; single files and tests are not."""
+    few = any(config.getoption(option, False) for option in ("keyword", "lf", "usepdb"))
+    few = few or not all(Path(folder).is_dir() for folder in config.args) or "PYTEST_XDIST_WORKER" in os.environ
+    if not few and config.getoption("numprocesses", 0) is None:
+        config.option.numprocesses, config.option.dist = min(sweep.cores(), MOST_PROCESSES), "worksteal"
 
 
-def pytest_sessionfinish(session):
-    if hasattr(session, "compiler"):
-        session.compiler.kill()
-        session.compiler.wait()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Processes that share many tests compile the environments first, each a part of them."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or len(session.items) < MANY:
+        return
+    slow = any(item.get_closest_marker("slow") for item in session.items)
+    common = session.config._tmp_path_factory.getbasetemp().parent
+    for name in WORLDS:
+        try:
+            (common / name.replace("/", "_")).touch(exist_ok=False)
+        except FileExistsError:
+            continue  # compiled by another
+        for serial_below in (10**9, SERIAL_BELOW) if slow or name == "3m" else (10**9,):
+            vector.SERIAL_BELOW = serial_below
+            env = envs.make(name, num_envs=8)
+            env.reset()
+            env.scripted_actions(env.policies[0])
+    vector.SERIAL_BELOW = 10**9
 
 
 @pytest.fixture
