@@ -130,7 +130,8 @@ def results_of(args, plan, root):
     unseen, raw = {}, {}
     for method, job in plan.tests.items():
         rows = [row for row in read_results(job, root)["rows"] if row["group"] == "homologue"]
-        raw[method] = [row[held_out["measure"]] for row in rows if row["other"] == "all"]  # of every seed
+        whole = [row for row in rows if row["other"] == "all" and row["episodes"]]
+        raw[method] = [row[held_out["measure"]] for row in whole]  # of every seed
         rows = [{**row, "adapted": 0, "other": name_in_bounds(row["other"], bounds)} for row in rows]
         normalise(rows, bounds)
         scores = {}
@@ -203,7 +204,7 @@ def text_of(command, results, seconds):
         unseen.append(
             [name, *(f"{t.mean():.2f} ({e[0]:.2f} to {e[1]:.2f})" if e else "" for t, e in zip(tables, ends))]
         )
-        means = {m: with_interval(result, *difference(values, [0.0])) for m, values in result["unseen_scores"].items()}
+        means = {m: with_interval(result, *difference(v, [0.0])) for m, v in result["unseen_scores"].items() if v}
         raw.append([name, *(means.get(m, "") for m in methods[:-1])])
         if result["encounter"] > 1:
             ends = [result["matches"].get(m) for m in methods]

@@ -122,9 +122,13 @@ def pretend(plan, root):
             score = 0.8 if method == "oracle" else 0.2 + 0.1 * number
             write_results(root / f"{job.name}__1", score + 0.02 * job.seed)
         if method in plan.tests:
-            rows = [{"ego": f"{job.name}__1", "other": f"elsewhere/{one}" if isinstance(one, str) else f"{one.name}__1",
-                     "group": "homologue", "episodes": 8, "win_rate": 0.5, "return": 0.5}
-                    for job in jobs for one in plan.held_out.strangers]  # fmt: skip
+            found = {"episodes": 8, "win_rate": 0.5, "return": 0.5}
+            found = {"episodes": 0} if method == "MIX" else found  # no match of its could be played
+            others = (
+                f"elsewhere/{one}" if isinstance(one, str) else f"{one.name}__1" for one in plan.held_out.strangers
+            )
+            rows = [{"ego": f"{job.name}__1", "other": other, "group": "homologue", **found}
+                    for other in (*others, "all") for job in jobs]  # fmt: skip
             write_results(root / plan.tests[method].name, 0.0, rows)
 
 
@@ -146,6 +150,7 @@ def test_a_picture_of_a_belief(tmp_path):
         assert picture.width == 780 and len(picture.convert("RGB").getcolors(10**6)) > 100
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
     words = ["paper.py", "--stage", "kuhn", "--seeds", "2", "--out", str(tmp_path)]
     args = paper.tyro.cli(paper.Args, args=words[1:])
@@ -169,3 +174,8 @@ def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
     assert stage["unseen"]["belief"][0] == pytest.approx([0.5] * 6)
     assert stage["matches"]["IQL"] == pytest.approx([0.23, 1.23, 2.23])
     assert "0.83 (" in text and "0.23, 1.73" in text
+    *_, unseen, raw = (line for line in text.partition("## From match")[0].splitlines() if line.startswith("| kuhn"))
+    cells = [[cell.strip() for cell in row.split("|")[2:-1]] for row in (unseen, raw)]
+    columns = [m for m in compare.methods_of(strangers.STAGES["kuhn"]) if m != "oracle"]
+    assert cells[1] == ["" if method == "MIX" else "0.50" for method in columns]
+    assert [cell[:6] for cell in cells[0]] == ["" if method == "MIX" else "0.50 (" for method in columns]
