@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -41,6 +42,9 @@ class Args:
     seeds: int = 5  # seeds: 1, 2, ...
     # an option of the script and its values, such as: learning-rate 1e-3 5e-4 (again for another option)
     vary: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    # options that Optuna chooses, from a range or choices: learning-rate=1e-4..1e-2 td-lambda=0.5,0.7,0.9
+    search: tuple[str, ...] = ()
+    trials: int = 30  # settings that the search tries, each with all seeds
     cuda: bool = False  # whether the runs use the GPU
     jobs: int | None = None  # runs at a time (default: one to a core, or --runs-per-gpu to a GPU)
     runs_per_gpu: int = 6  # runs that share a GPU
@@ -55,7 +59,8 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
 
 from envs import files, runs  # noqa: E402
 from envs.cluster import LOST, ROOT, OnRay, Process, leads_outside  # noqa: E402
-from envs.results import curves, is_done, load_results, marl_eval, rows_of, table  # noqa: E402
+from envs.results import COLOURS, curves, is_done, load_results, marl_eval, rows_of, table  # noqa: E402
+from envs.search import Search, parse_space  # noqa: E402
 
 
 # ---- jobs ----
@@ -149,11 +154,14 @@ def check_args(args, extra):
         find_script(script)
     if leads_outside(args.report) or Path(args.report).name != args.report:
         raise runs.UsageError(f"--report {args.report} is a name, not a path: the report is in --run-root")
-    check_counts(args, ("seeds", "jobs", "runs_per_gpu"))
+    check_counts(args, ("seeds", "jobs", "runs_per_gpu", "trials"))
+    if args.search and (args.vary or len(args.script) > 1):
+        raise runs.UsageError("--search takes one script, and its options instead of --vary")
+    chosen = [setting[0] for setting in args.vary if setting] + [word.partition("=")[0] for word in args.search]
     own = {"env-id": "--env-ids", "seed": "--seeds", "cuda": "--cuda before --", "run-root": "--run-root before --"}
     own |= {"exp-name": "--report", "resume": "the same command again", "time-limit": "Ctrl-C"}
     for name, instead in own.items():
-        if options_of(extra, (name,)) or any(setting[:1] == (name,) for setting in args.vary):
+        if options_of(extra, (name,)) or name in chosen:
             raise runs.UsageError(f"--{name} is the sweep's to set: use {instead}")
     for setting in args.vary:
         if len(setting) < 2:
@@ -183,6 +191,18 @@ def jobs_of(args, extra):
         label = " ".join([Path(script).stem, *(f"{name}={value}" for name, value in zip(names, setting))])
         for seed in range(1, args.seeds + 1):
             yield Job(find_script(script), env_id, seed, given + varied, label)
+
+
+def search_of(args, extra):
+    def jobs_with(setting):
+        return jobs_of(replace(args, vary=tuple(setting.items())), extra)
+
+    key, root = [args.script[0], list(args.env_ids), args.cuda, extra], Path(args.run_root)
+    path = root / f"{args.report}_trials.json"
+    try:
+        return Search(parse_space(args.search), args.trials, key, path, root, jobs_with)
+    except ValueError as error:
+        raise runs.UsageError(error) from None
 
 
 # ---- where jobs run ----
@@ -318,8 +338,11 @@ def stop_signals():
             signal.signal(number, handler)
 
 
-def run_all(jobs, place, root, run_root="."):
-    """Runs all that is not done, as far as there is room; whether everything is done in the end."""
+def run_all(jobs, place, root, run_root=".", more=None):
+    """Runs all that is not done, as far as there is room; whether everything is done in the end.
+
+    Where there is room for more, `more(jobs that are not through)` is asked for it, and `jobs` grows.
+    """
     root, terminal, began = Path(root), Terminal(), time.time()
     (root / "logs").mkdir(parents=True, exist_ok=True)
     done, running = {job for job in jobs if job.done(root)}, {}
@@ -332,6 +355,15 @@ def run_all(jobs, place, root, run_root="."):
             raise runs.UsageError(error) from None
     if done:
         terminal.tell(f"{len(done)} of {len(jobs)} runs are done already")
+
+    def refill():
+        while more and not stops and len(waiting) + len(running) < place.room():
+            new = more([*waiting, *running])
+            if not new:
+                break
+            jobs.extend(new)
+            done.update(job for job in new if job.done(root))
+            waiting.extend(job for job in new if job not in done)
 
     def start(job):
         waiting.remove(job)
@@ -381,6 +413,7 @@ def run_all(jobs, place, root, run_root="."):
 
     with stop_signals() as stops:
         try:
+            refill()
             while waiting or running:
                 ready = [job for job in waiting if done.issuperset(job.needs)] if not stops else []
                 for job in ready[: max(place.room() - len(running), 0)]:
@@ -393,6 +426,7 @@ def run_all(jobs, place, root, run_root="."):
                     code = process.poll()
                     if code is not None:
                         end(job, code)
+                refill()
                 terminal.show(lines)
                 time.sleep(0.1)
         finally:
@@ -436,10 +470,15 @@ if __name__ == "__main__":
         words, extra = words[: words.index("--")], words[words.index("--") + 1 :]
     args = tyro.cli(Args, args=words)
     check_args(args, extra)
-    root, jobs = Path(args.run_root), list({job.name: job for job in jobs_of(args, extra)}.values())
+    root = Path(args.run_root)
+    search = search_of(args, extra) if args.search else None
+    jobs = [] if search else list({job.name: job for job in jobs_of(args, extra)}.values())
     with contextlib.closing(place_of(args, ".")) as place:
-        complete = run_all(jobs, place, root, args.run_root)
+        complete = run_all(jobs, place, root, args.run_root, search and search.more)
     groups = {}
+    if search:
+        trials, measure = search.best_first()
+        jobs = [job for *_, mine in trials for job in mine]
     for job in jobs:
         results = read_results(job, root) if job.done(root) else {}
         if "final" in results:
@@ -449,6 +488,10 @@ if __name__ == "__main__":
         files.write_text(root / f"{args.report}.json", json.dumps(rows, indent=1))
         files.write_text(root / f"{args.report}_marl_eval.json", json.dumps(marl_eval(groups), indent=1))
         files.write_text(root / f"{args.report}.md", table(rows) + "\n")
-        curves(groups, root / f"{args.report}.png")
+        curves(dict([*groups.items()][: len(COLOURS)]) if search else groups, root / f"{args.report}.png")
         print(f"{table(rows)}\n{root / args.report}.md, .json and .png have this and the curves")
+    if search and trials and trials[0][0] is not None:
+        print(f"best of {len(trials)}, {measure.replace('_', ' ')} {trials[0][0]:.4g} over {len(trials[0][2])} runs:")
+        for env_id in args.env_ids:
+            print(shlex.join(["python", args.script[0], "--env-id", env_id, *trials[0][2][0].arguments]))
     raise SystemExit(not complete)

@@ -229,8 +229,7 @@ def curves(groups, path):
     panels = figure.subplots(-(-len(env_ids) // columns), columns, squeeze=False).flatten()
     colours, lines = (COLOURS * len(labels))[: len(labels)], {}
     for axes, env_id in zip(panels, env_ids):
-        won = any(e["win_rate"] > 0 for (_, env), runs in groups.items() if env == env_id for e in evals_of(runs))
-        metric = "win_rate" if won and is_won_together(env_id) else "episodic_return"
+        metric = metric_of([env_id], [e for (_, env), runs in groups.items() if env == env_id for e in evals_of(runs)])
         for colour, label in zip(colours, labels):
             seeds = [run["evals"] for run in groups.get((label, env_id), ()) if run["evals"]]
             if not seeds:
@@ -249,6 +248,12 @@ def curves(groups, path):
     if lines:
         figure.legend(lines.values(), lines, loc="outside upper center", ncols=min(len(lines), 5), frameon=False)
     files.write(path, lambda file: figure.savefig(file, dpi=120))
+
+
+def metric_of(env_ids, evals):
+    """What tells runs in these environments apart: who wins, or what they earn where nobody does."""
+    won = any(row["win_rate"] > 0 for row in evals) and all(map(is_won_together, env_ids))
+    return "win_rate" if won else "episodic_return"
 
 
 def is_won_together(env_id):

@@ -24,7 +24,7 @@ from scripts import ROOT, run_script
 
 import paper
 import sweep
-from envs import cluster, files, results
+from envs import cluster, files, results, search
 
 TOY = ROOT / "tests" / "toy_script.py"
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
@@ -198,6 +198,8 @@ def test_on_a_terminal_every_run_at_work_has_a_line(tmp_path, monkeypatch):
         ({"vary": (("env-id", "a"),)}, [], "--env-id is the sweep's to set: use --env-ids"),
         ({"script": ("nothing.py",)}, [], "--script nothing.py: there is no such file"),
         ({"report": "../sweep"}, [], r"--report \.\./sweep is a name, not a path"),
+        ({"search": ("seed=1..3",)}, [], "--seed is the sweep's to set: use --seeds"),
+        ({"search": ("pause=1..3",), "vary": (("pause", "1"),)}, [], "--search takes one script"),
         ({"report": "a/b"}, [], "--report a/b is a name, not a path"),
     ],
 )
@@ -286,6 +288,78 @@ def test_the_papers_runs_share_the_gpu_through_the_service(service, tmp_path, mo
         paper.main()
     assert service() == (["-d", "quit"] if option == "--mps" else []), "it is stopped, whatever happens"
     assert (SHARED in capsys.readouterr().out) == (option == "--mps")
+
+
+# ---- a search over settings ----
+def test_a_search_goes_on_and_ends_in_the_best_command(tmp_path):
+    pytest.importorskip("optuna")
+    words = ("--env-ids", "a", "--seeds", 2, "--jobs", 4, "--search", "skill=0..0.5", "pause=0,0.001")
+    failed, output = run(tmp_path, *words, "--trials", 3, options=("--total-timesteps", 2))
+    assert not failed and output.count("starts") == 6, output
+    file = tmp_path / "runs" / "sweep_trials.json"
+    first = json.loads(file.read_text())["settings"]
+    next(tmp_path.glob(f"runs/*skill={first[1]['skill']}*__2__*/results.json")).unlink()  # it was interrupted there
+    failed, output = run(tmp_path, *words, "--trials", 5, options=("--total-timesteps", 2))
+    assert not failed and output.count("starts") == 4 and output.count("goes on") == 1, output
+    settings = json.loads(file.read_text())["settings"]
+    assert settings[:3] == first and len({json.dumps(one) for one in settings}) == 5
+    best = max(settings, key=lambda one: float(one["skill"]))
+    assert f"best of 5, win rate {0.15 + float(best['skill']):.4g} over 2 runs:\n" in output
+    line = f"--env-id a --total-timesteps 2 --skill {best['skill']} --pause {best['pause']}\n"
+    assert output.endswith(f"python {TOY} {line}")
+    rows = json.loads((tmp_path / "runs" / "sweep.json").read_text())
+    means = [row["win_rate"]["mean"] for row in rows]
+    assert len(rows) == 5 and means == sorted(means, reverse=True) and rows[0]["runs"] == 2
+    before = file.read_text()
+    assert run(tmp_path, *words[:-1])[0] == 2 and file.read_text() == before, "another search has another report"
+
+
+def test_a_search_finds_the_best_setting(tmp_path):
+    """Returns are highest at 0.03; one trial in three fails. Then somebody wins, and that is what counts."""
+    pytest.importorskip("optuna")
+
+    def jobs_of(setting):
+        distance = abs(np.log10(float(setting["rate"])) + 1.5)
+        final = {"win_rate": max(won - distance, 0.0), "episodic_return": -distance}
+        if len(found.jobs) % 3 == 2:
+            return [SimpleNamespace(env_id="3m", done=lambda root: None)]
+        folder = tmp_path / f"{len(found.jobs)}_{won}"
+        folder.mkdir()
+        content = {"final": final, "best": final, "evals": [], "seconds": 1.0, "args": {}}
+        (folder / "results.json").write_text(json.dumps(content))
+        return [SimpleNamespace(env_id="3m", done=lambda root: folder)]
+
+    for won in (0.0, 1.0):
+        space = search.parse_space(["rate=1e-4..10", "kind=a,b"])
+        found = search.Search(space, 60, [], tmp_path / f"trials_{won}.json", tmp_path, jobs_of)
+        while found.more(()):
+            pass
+        rates = [abs(np.log10(float(setting["rate"])) + 1.5) for setting in found.settings]
+        assert len(rates) == 60 and np.median(rates[30:]) < 0.8, "1.25 by chance"
+        trials, measure = found.best_first()
+        assert measure == ("win_rate" if won else "episodic_return")
+        assert trials[0][0] == pytest.approx(won - min(r for n, r in enumerate(rates) if n % 3 < 2))
+        assert [score for score, *_ in trials[-20:]] == [None] * 20
+
+
+def test_ranges_and_choices_of_a_search(monkeypatch):
+    optuna = pytest.importorskip("optuna")
+    kinds = optuna.distributions
+    words = ["learning-rate=1e-4..1e-2", "gamma=0.99..0.999", "batch-size=16..32", "n=1..64", "td-lambda=0,0.7"]
+    space = search.parse_space(words)
+    assert list(space.values()) == [
+        kinds.FloatDistribution(1e-4, 1e-2, log=True), kinds.FloatDistribution(0.99, 0.999),
+        kinds.IntDistribution(16, 32), kinds.IntDistribution(1, 64, log=True),
+        kinds.CategoricalDistribution(("0", "0.7")),
+    ]  # fmt: skip
+    assert search.as_text(0.000316227766, space["learning-rate"]) == "0.000316"
+    assert search.as_text(0.99899999, space["gamma"]) == "0.999" and search.as_text(24, space["batch-size"]) == "24"
+    for word in ("gamma", "gamma=", "gamma=1", "gamma=1,,2", "gamma=1,1", "gamma=0.9..0.8", "gamma=0..inf", "g=a..b"):
+        with pytest.raises(ValueError, match=rf"not {word}$"):
+            search.parse_space([word])
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ValueError, match=r'pip install -e "\.\[search\]"'):
+        search.parse_space(words)
 
 
 # ---- one run at a time ----

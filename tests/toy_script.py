@@ -19,6 +19,7 @@ parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--total-timesteps", type=int, default=10)
 parser.add_argument("--crash-seed", type=int)
 parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--skill", type=float, default=0.0)
 parser.add_argument("--cuda", action="store_true")
 args, started, stopping = parser.parse_args(), time.time(), []
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -67,6 +68,6 @@ while state["steps"] < args.total_timesteps:
         sys.exit(143)
 if args.reads:
     state["read"] = json.loads(Path(args.reads).read_text())["steps"]
-final = {"win_rate": args.seed / 10, "episodic_return": float(args.seed)}
+final = {"win_rate": args.seed / 10 + args.skill, "episodic_return": float(args.seed)}
 save("results.json", {"final": final, "best": final, "seconds": time.time() - started, **state})
 print("counted")
