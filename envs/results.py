@@ -269,7 +269,8 @@ def is_won_together(env_id):
 def marl_eval(groups):
     """The runs in the layout of the package marl-eval: environment -> task -> algorithm -> seed -> evaluations.
 
-    It looks names up in lower case, and wants as many evaluations of every run of an environment: the shortest's.
+    It looks names up in lower case, wants no comma in an algorithm's, and as many evaluations of every run of an
+    environment: the shortest's.
     """
     names = {"win_rate": "win_rate", "episodic_return": "return"}
     content, fewest = {}, {}
@@ -278,7 +279,7 @@ def marl_eval(groups):
         fewest[game] = min(fewest.get(game, math.inf), *(len(run["evals"]) for run in runs))
     for (label, env_id), runs in groups.items():
         game = _game_of(env_id)
-        seeds = content.setdefault(game, {}).setdefault(env_id.lower(), {}).setdefault(label, {})
+        seeds = content.setdefault(game, {}).setdefault(env_id.lower(), {}).setdefault(label.replace(",", ";"), {})
         for run in runs:
             steps = {
                 f"step_{number}": {"step_count": row["steps"], **{name: [row[key]] for key, name in names.items()}}

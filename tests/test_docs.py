@@ -20,7 +20,7 @@ SCRIPT_FILES = [f"{name}.py" for name in (*ALL_SCRIPTS, "pretrain_cvae", "evalua
 PROGRAMS = [*SCRIPT_FILES, "envs/play.py", *(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 KEY = re.compile(r"`((?:charts|losses|eval|final|best|best_script|brdiv|omg?|pretrain)/\w+(?:/\w+)?)`")
-OF_OTHER_PROGRAMS = re.compile(r"\b(?:tensorboard|ray start|ruff check) [^#`\n]*")
+OF_OTHER_PROGRAMS = re.compile(r"\b(?:tensorboard|ray start|ruff check|pip install) [^#`\n]*")
 EXAMPLES = {"--help", "--my-option"}
 pytestmark = pytest.mark.usefixtures("one_thread")
 

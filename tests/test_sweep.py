@@ -98,17 +98,39 @@ def test_a_crashed_run_is_resumed_and_what_is_done_is_skipped(tmp_path):
     assert runs_of_a["seed_2"]["absolute_metrics"] == {"win_rate": [0.2], "return": [2]}
 
 
-def test_marl_eval_has_as_many_evaluations_of_every_run_of_a_game():
-    def run_of(seed, evals):
-        rows = [{"steps": 10 * n, "win_rate": 0.5, "episodic_return": n} for n in range(evals)]
-        return {"seed": seed, "evals": rows, "final": {"win_rate": 1.0, "episodic_return": 9.0}}
+def run_of(seed, evals, won=1.0):
+    rows = [{"steps": 10 * n, "win_rate": 0.5, "episodic_return": n} for n in range(evals)]
+    return {"seed": seed, "evals": rows, "final": {"win_rate": won, "episodic_return": 9.0}}
 
+
+def test_marl_eval_has_as_many_evaluations_of_every_run_of_a_game():
     groups = {("iql", "MMM"): [run_of(1, 3)], ("vdn", "3m"): [run_of(1, 2)], ("iql", "coin_game"): [run_of(4, 5)]}
     content = results.marl_eval(groups)
     assert list(content["battle"]) == ["mmm", "3m"] and list(content["coingame"]) == ["coin_game"]
     battle, coins = content["battle"], content["coingame"]["coin_game"]
     assert [len(runs["seed_1"]) for runs in (battle["mmm"]["iql"], battle["3m"]["vdn"])] == [3, 3]
     assert len(coins["iql"]["seed_4"]) == 6
+
+
+def test_marl_eval_reads_it(capsys):
+    """The package wants an old pandas: pip install --no-deps id-marl-eval, and colorama, is enough for this."""
+    processing = pytest.importorskip("marl_eval.utils.data_processing_utils")
+    from marl_eval.utils.diagnose_data_errors import DiagnoseData
+
+    groups = {
+        (label, env_id): [run_of(seed, 3 + seed, won / seed) for seed in (1, 2)]
+        for won, label in ((0.5, "iql"), (1.0, "vdn team=1a,1b")) for env_id in ("MMM", "3m", "coin_game")
+    }  # fmt: skip
+    content = json.loads(json.dumps(results.marl_eval(groups)))
+    checks = DiagnoseData(content).check_data()
+    assert list(checks) == ["battle", "coingame"] and all(all(found.values()) for found in checks.values())
+    processed = processing.data_process_pipeline(content, ["return"])
+    final, over_time = processing.create_matrices_for_rliable(processed, "battle", ["return"])
+    assert {name: values.tolist() for name, values in final["mean_win_rate"].items()} == {
+        "iql": [[0.5, 0.5], [0.25, 0.25]], "vdn team=1a;1b": [[1.0, 1.0], [0.5, 0.5]]
+    }  # fmt: skip
+    assert over_time["mean_win_rate"]["iql"].shape == (2, 2, 4), "runs, tasks, evaluations"
+    assert "issue" not in capsys.readouterr().out
 
 
 def test_a_run_that_crashes_twice_is_given_up_and_the_others_are_made(tmp_path):
