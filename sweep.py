@@ -58,7 +58,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args)  # prints the help and exits, before the slow imports
 
 from envs import files, runs  # noqa: E402
-from envs.cluster import LOST, ROOT, OnRay, Process, leads_outside  # noqa: E402
+from envs.cluster import LOST, OnRay, Process, leads_outside  # noqa: E402
 from envs.results import COLOURS, curves, is_done, load_results, marl_eval, rows_of, table  # noqa: E402
 from envs.search import Search, parse_space  # noqa: E402
 
@@ -177,9 +177,10 @@ def check_counts(args, names):
 
 def find_script(name):
     """Where it is from here, or beside this file."""
-    path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
+    beside = Path(__file__).resolve().parent
+    path = next((path for path in (Path(name), beside / name) if path.is_file()), None)
     if path is None:
-        raise runs.UsageError(f"--script {name}: there is no such file, here or in {ROOT}")
+        raise runs.UsageError(f"--script {name}: there is no such file, here or in {beside}")
     return path.resolve()
 
 

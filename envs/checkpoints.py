@@ -22,7 +22,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 import envs
 from envs import files
 
-ROOT = Path(__file__).parent.parent  # where the training scripts are
+INSTALLED = Path(__file__).parent / "scripts"  # where a wheel has the training scripts
+ROOT = INSTALLED if INSTALLED.is_dir() else Path(__file__).parent.parent
 KINDS = {  # what a checkpoint has, and of which type
     "algorithm": str,
     "env_id": str,
@@ -180,7 +181,8 @@ def load_script(name, source=""):
     """
     folders = [folder for folder in (ROOT, Path.cwd()) if (folder / f"{name}.py").is_file()]
     if not str(name).isidentifier() or not folders:
-        raise ValueError(f"{source} there is no script {name}.py in {ROOT} or the current folder".strip())
+        where = f"in {ROOT} or the current folder: start in the folder that has it"
+        raise ValueError(f"{source} there is no script {name}.py {where}".strip())
     return _import(folders[0] / f"{name}.py")
 
 

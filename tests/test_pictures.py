@@ -513,16 +513,32 @@ def test_the_page_is_self_contained_and_safe(tmp_path):
     assert "kind" in episode["constant"]["units"][0] and episode["frames"][0]["units"][0] == [8.0, 8.0, 45.0, 0.0]
 
 
-def test_a_wheel_carries_the_page(tmp_path):
+@pytest.mark.slow
+def test_a_wheel_outside_the_checkout_plays_a_trained_run(tmp_path, complete_run):
     pytest.importorskip("setuptools", minversion="77")  # as pyproject.toml has it; Python may bring an older one
-    shutil.copytree(checkpoints.ROOT / "envs", tmp_path / "envs", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(checkpoints.ROOT / name, tmp_path)
-    build = "from setuptools import build_meta; build_meta.build_wheel('out')"
-    (tmp_path / "out").mkdir()
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, check=True)
-    (wheel,) = (tmp_path / "out").glob("*.whl")
-    assert {"envs/page.html", "envs/py.typed"} <= set(zipfile.ZipFile(wheel).namelist())
+    checkout, site = tmp_path / "checkout", tmp_path / "site"
+    shutil.copytree(checkpoints.ROOT / "envs", checkout / "envs", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (
+        *checkpoints.ROOT.glob("*.py"),
+        *map(checkpoints.ROOT.joinpath, ("pyproject.toml", "README.md", "LICENSE")),
+    ):
+        shutil.copy(path, checkout)
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, check=True)
+    (wheel,) = checkout.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    shutil.rmtree(checkout)
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"envs"}, "nothing lies beside it"
+    assert (site / "envs" / "py.typed").is_file() and (site / "envs" / "page.html").is_file()
+    variables = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    words = ["-m", "envs.play", "--policy", str(complete_run("iql", "matrix_ipd")["run"].folder)]
+    played = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert played.returncode == 0 and "match 0: return" in played.stdout, played.stderr
+    words = ["-m", "envs.scripts.sweep", "--script", "gone.py", "--env-ids", "3m"]
+    refused = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert (
+        refused.returncode == 2 and f"there is no such file, here or in {site / 'envs' / 'scripts'}" in refused.stderr
+    )
 
 
 class Browser:
