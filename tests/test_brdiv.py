@@ -289,6 +289,7 @@ def coordination_game(num_envs):
     return game
 
 
+@pytest.mark.slow
 def test_two_conventions_are_found_where_there_are_two():
     args = make_args(
         population_size=2, hidden_dim=16, num_envs=32, batch_size=32, buffer_size=256, learning_rate=0.01, tau=0.1,

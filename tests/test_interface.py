@@ -698,7 +698,7 @@ np.save(sys.argv[1], np.stack(rows))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["3m", "smacv2/zerg_5_vs_5,conic_fov=True,prob_obs_enemy=0.5"])
+@pytest.mark.parametrize("name", ["3m", "smacv2/zerg_5_vs_5,conic_fov=True,released_obs=True,prob_obs_enemy=0.5"])
 def test_plain_python_plays_what_compiled_code_plays(name, tmp_path):
     histories = []
     for disabled in ("0", "1"):

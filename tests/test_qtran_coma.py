@@ -183,10 +183,8 @@ def test_rows_behind_the_end_are_masked_in_qtran_alt(number):
 
 
 # ---- a game that only QTRAN can represent ----
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("qtran", 8), pytest.param("vdn", 0, marks=pytest.mark.slow), pytest.param("qmix", 0, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "expected"), [("qtran", 8), ("vdn", 0), ("qmix", 0)])
 def test_qtran_finds_the_best_of_a_game_that_is_not_monotonic(name, expected):
     """Seen alone, the action that is part of the best costs most: sums and monotonic mixtures learn to avoid it."""
     module, env = TEAM_SCRIPTS[name], non_monotonic_game(128)

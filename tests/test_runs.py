@@ -534,6 +534,7 @@ def test_killed_from_outside_in_saves(tmp_path):
         seen, wanted = set(), rng.integers(2, 7)  # a save writes two files: let it get on by a save or more
         while len(seen) < wanted and process.poll() is None:
             seen.update(root.glob(f"*/.*.{process.pid}.part"))
+            time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.01))
         process.kill()
         assert process.wait() == -signal.SIGKILL, "it was complete before it was killed four times"

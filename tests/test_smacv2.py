@@ -461,7 +461,7 @@ def test_who_sights_an_enemy_first_and_who_is_told(told):
 def test_released_observations_blank_those_before_an_unknown_enemy():
     kinds = ["zergling"] * 2 + ["hydralisk"] * 3
     x, y = [5, 6, 7, 8, 28], [16] * 5
-    options = {"released_obs": True}
+    options = {"released_obs": True, "conic_fov": True}  # all look east; test_interface.py has the same compiled
     rows = lambda obs: obs[..., 4:28].reshape(2, 3, 8)[..., 1] > 0  # noqa: E731
     env, obs, _ = stage("zerg", kinds, x, y, options)
     assert not rows(obs).any()  # two in sight, but the last one is nobody's
