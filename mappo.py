@@ -456,9 +456,10 @@ if __name__ == "__main__":
 
             steps, episodes = runner.counts.tolist()
             run.count(steps, episodes)
-            if run.log_due() and episodes:
+            if run.log_due():
                 run.log(learner.metrics.pop())
-                run.log_episodes(*runner.results)
+                if episodes:  # any that ended in this rollout
+                    run.log_episodes(*runner.results)
             if run.evaluation_due():
                 run.log_evaluation(*eval_runner.evaluate(args.eval_episodes))
             if run.save_due():
