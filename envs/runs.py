@@ -425,7 +425,7 @@ class Progress:
 
     def __init__(self, what, total, unit, done=0):
         self.what, self.total, self.unit, self.first, self.done, self.numbers = what, total, unit, done, done, ""
-        self.began = self.shown_at = time.time()
+        self.began = self.shown_at = self.reached_at = time.time()
         form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} " + unit + " [{elapsed}<{remaining}{postfix}]"
         self.bar = tqdm(total=total, initial=done, desc=what, unit_scale=True, bar_format=form, leave=False,
                         disable=not sys.stderr.isatty(), mininterval=0)  # fmt: skip
@@ -442,6 +442,8 @@ class Progress:
 
     def show(self, done, numbers=None, now=False):
         """Shows that so much is done, and some numbers: `now`, or if that was some time ago."""
+        if done > self.done:
+            self.reached_at = time.time()
         self.done, self.numbers = min(done, self.total), self.numbers if numbers is None else numbers
         if time.time() - self.shown_at < (BAR_INTERVAL if self.in_terminal else LINE_INTERVAL) and not now:
             return
@@ -455,8 +457,8 @@ class Progress:
     def line(self):
         text = f"{self.what}{int(self.done):,} of {self.total:,} {self.unit} ({self.done / self.total:.0%})"
         if self.done > self.first:
-            left = (self.total - self.done) * (time.time() - self.began) / (self.done - self.first)
-            text += f", {duration(left)} left"
+            left = (self.total - self.done) * (self.reached_at - self.began) / (self.done - self.first)
+            text += f", {duration(max(left - (time.time() - self.reached_at), 0))} left"
         return f"{text}: {self.numbers}" if self.numbers else text
 
 

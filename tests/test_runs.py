@@ -199,12 +199,16 @@ def test_progress_in_a_file_is_a_line_every_few_seconds(monkeypatch, capsys):
         for done in range(600, 2001, 200):
             now[0] += 2
             progress.show(done, f"error {done / 1000}")
+            if done == 1600:  # within a round, what is done stays as it was
+                now[0] += 3
+                progress.show(done)
     assert capsys.readouterr().out.splitlines() == [
         "   14.0 s  playing: 800 of 2,000 steps (40%), 12 s left: error 0.8",
         "   18.0 s  playing: 1,200 of 2,000 steps (60%), 8 s left: error 1.2",
         "   22.0 s  playing: 1,600 of 2,000 steps (80%), 4 s left: error 1.6",
-        "   26.0 s  playing: 2,000 of 2,000 steps (100%), 0 s left: error 2.0",
-        "playing: 2,000 steps, 16 s: error 2.0",
+        "   25.0 s  playing: 1,600 of 2,000 steps (80%), 1 s left: error 1.6",
+        "   29.0 s  playing: 2,000 of 2,000 steps (100%), 0 s left: error 2.0",
+        "playing: 2,000 steps, 19 s: error 2.0",
     ]
     assert [runs.duration(seconds) for seconds in (0.4, 99, 100, 5999, 6000)] == [
         "0 s",
