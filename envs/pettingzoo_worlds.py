@@ -78,7 +78,8 @@ class PettingZooWorld(ProcessBatch):
     def scene(self, index=0):
         """The environment's own picture of match `index`, where it was made to draw."""
         if not self._draws:
-            raise ValueError(f"{self.name} draws nothing: pictures need render_mode=rgb_array in its id")
+            drawn = f"{self.name},render_mode=rgb_array"
+            raise ValueError(f"{self.name} draws nothing: pictures need render_mode=rgb_array in its id, {drawn}")
         self._games[index].ask("render")
         try:
             picture = self._games[index].answer(time.monotonic() + self.step_timeout)

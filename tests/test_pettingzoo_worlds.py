@@ -262,7 +262,7 @@ def test_worlds_that_cannot_be_played(make, env_id, reason):
 def test_pictures_are_the_worlds_own(make):
     env = make(f"{SPREAD},max_cycles=3")
     env.reset()
-    with pytest.raises(ValueError, match="render_mode=rgb_array in its id"):
+    with pytest.raises(ValueError, match=f"in its id, {SPREAD},max_cycles=3,render_mode=rgb_array$"):
         env.render()
     env = make(f"{SPREAD},max_cycles=3,render_mode=rgb_array")
     env.reset()
