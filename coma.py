@@ -81,12 +81,12 @@ import torch.nn.functional as F  # noqa: E402
 import envs  # noqa: E402
 from envs import checkpoints, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, round_up  # noqa: E402
+from envs.metrics import masked_mean  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
-FIELDS = (  # recorded for learning, besides reward and seat
-    "obs", "state", "avail", "alive", "action", "terminated", "all_action", "all_alive",
-)  # fmt: skip
+# recorded for learning, besides reward and seat
+FIELDS = ("obs", "state", "avail", "alive", "action", "terminated", "all_action", "all_alive")
 
 
 def check_args(args):
@@ -297,10 +297,6 @@ def draw(log_probs):
     return (log_probs - torch.log(-torch.log(noise))).argmax(-1)
 
 
-def masked_mean(x, mask):
-    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
-
-
 def gather_q(q, action):
     """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
     return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
@@ -352,9 +348,8 @@ class Learner:
         self.agents = Agents(args, env)
         self.critic = Critic(args, env)
         self.target_critic = copy.deepcopy(self.critic)
-        self.parameters = [*self.agents.parameters(), *self.critic.parameters()]
-        groups = [{"params": [*self.agents.parameters()]}]
-        groups.append({"params": [*self.critic.parameters()], "lr": args.critic_learning_rate})
+        critic = {"params": [*self.critic.parameters()], "lr": args.critic_learning_rate}
+        groups = [{"params": [*self.agents.parameters()]}, critic]
         # fused, so that an update that is not finite can be skipped without waiting for the device
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
         rows, matches = round_up(env.episode_limit, CHUNK) + 1, args.num_envs
@@ -362,9 +357,10 @@ class Learner:
         self.lengths = torch.zeros(matches, dtype=torch.long, device=env.device)
         self.target = torch.zeros((rows, matches, seats), device=env.device)
         self.q = torch.zeros((rows, matches, seats, env.n_actions), device=env.device)
+        self.q_now = torch.zeros_like(self.q[0])
         # everybody's actions: those of row t are joint_action[t + 1], before the first there are none
         self.joint_action = torch.full((rows + 1, matches, env.n_agents), -1, device=env.device)
-        self.row = {}
+        self.time = torch.zeros(1, dtype=torch.long, device=env.device)  # the step that the critic learns from
         self.critic_sums = torch.zeros(4, device=env.device)  # 1, loss, value and gradient norm, over a round
         self.length_unit = round_up(-(-env.episode_limit // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
         self.metrics = runs.Metrics(env.device)
@@ -389,21 +385,11 @@ class Learner:
         self.graphed_estimate(batch)
         self.critic_sums.zero_()
         for t in reversed(range(longest)):
-            self.graphed_critic_step(self.select_row(batch, t))
-            self.q[t] = self.row["q"][0]
+            self.time.fill_(t)
+            self.graphed_critic_step(episodes)
+            self.q[t] = self.q_now
         self.graphed_update(batch)
         self.updates += 1
-
-    def select_row(self, batch, t):
-        """What the critic learns from at time t; always in the same memory, so that its step can be replayed."""
-        values = {name: batch[name][t : t + 1] for name in ("state", "obs", "alive")}
-        values |= {"target": self.target[t : t + 1], "q": self.q[t : t + 1], "mask": (self.lengths > t).view(1, -1, 1)}
-        values |= {"joint_action": self.joint_action[t + 1 : t + 2], "last_joint_action": self.joint_action[t : t + 1]}
-        for name, value in values.items():
-            if name not in self.row:
-                self.row[name] = torch.empty_like(value)
-            self.row[name].copy_(value)
-        return self.row | {"seat": batch["seat"]}
 
     def log_probs(self, batch, steps_left):
         """(rows, matches, seats, actions) of the policy that has played."""
@@ -444,22 +430,25 @@ class Learner:
         return torch.where(alive.unsqueeze(-1), obs, 0.0)  # of who is dead or has left, the critic sees nothing
 
     # ALGO LOGIC: the losses
-    def critic_loss(self, row):
-        """The loss of one time step of all matches, the values (1, matches, seats, actions), those of actions taken."""
-        mask, joint_action, seat = row["mask"], row["joint_action"], row["seat"]
-        state, obs = torch.where(mask, row["state"], 0.0), self.visible(row["obs"], row["alive"] & mask)
-        q = self.critic(state, obs, joint_action, row["last_joint_action"], seat[0])
-        q_taken = gather_q(q, joint_action.gather(2, seat))
-        return masked_mean((q_taken - row["target"]).square(), mask.expand_as(q_taken)), q, q_taken
+    def critic_loss(self, batch):
+        """(the loss of the step `time` of all matches, its values (matches, seats, actions), their mean where taken)"""
+        state, obs, alive = (batch[name].index_select(0, self.time) for name in ("state", "obs", "alive"))
+        last_action, action = (self.joint_action.index_select(0, self.time + k) for k in (0, 1))
+        mask = (self.lengths > self.time).view(1, -1, 1)
+        state, obs = torch.where(mask, state, 0.0), self.visible(obs, alive & mask)
+        q = self.critic(state, obs, action, last_action, batch["seat"][0])
+        q_taken = gather_q(q, action.gather(2, batch["seat"]))
+        mask = mask.expand_as(q_taken)
+        error = q_taken - self.target.index_select(0, self.time)
+        return masked_mean(mask, error.square()), q[0], masked_mean(mask, q_taken)
 
-    def critic_step(self, row):
-        loss, q, q_taken = self.critic_loss(row)
+    def critic_step(self, batch):
+        loss, q, value = self.critic_loss(batch)
         self.optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.critic.parameters(), self.args.max_grad_norm)
-        row["q"].copy_(q.detach())
-        value = masked_mean(q_taken.detach(), row["mask"].expand_as(q_taken))
-        sums = torch.stack((torch.ones_like(norm), loss.detach(), value, norm))
+        self.q_now.copy_(q.detach())
+        sums = torch.stack((torch.ones_like(norm), loss, value, norm)).detach()
         self.critic_sums += sums
         self.optimizer.found_inf = (~sums.isfinite().all()).float()  # the optimiser skips such a step
         self.optimizer.step()
@@ -473,10 +462,10 @@ class Learner:
         mask = (steps_left > 0).unsqueeze(-1) & batch["alive"]
         log_probs, q = self.log_probs(batch, steps_left), self.q[:rows]
         advantage = gather_q(q, batch["action"]) - (log_probs.detach().exp() * q).sum(-1)
-        policy_loss = -masked_mean(advantage * gather_q(log_probs, batch["action"]), mask)
-        entropy = masked_mean(-(log_probs.detach().exp() * log_probs.detach()).sum(-1), mask)
+        policy_loss = -masked_mean(mask, advantage * gather_q(log_probs, batch["action"]))
+        entropy = masked_mean(mask, -(log_probs.detach().exp() * log_probs.detach()).sum(-1))
         logs = {"losses/policy_loss": policy_loss, "losses/entropy": entropy}
-        return policy_loss, logs | {"losses/advantage": masked_mean(advantage.abs(), mask)}
+        return policy_loss, logs | {"losses/advantage": masked_mean(mask, advantage.abs())}
 
     def update(self, batch):
         loss, logs = self.loss(batch)

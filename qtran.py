@@ -268,11 +268,11 @@ class QTRANBase(nn.Module):
 
     def forward(self, h, action, weight, state):
         """h (steps, matches, seats, hidden), action and weight (steps, matches, seats), state (steps, matches,
-        state_dim) -> the joint value (steps, matches, 1); seats with weight 0 are left out
+        state_dim) -> (the joint value (steps, matches, 1), nothing); seats with weight 0 are left out
         """
         one_hot = (action.unsqueeze(-1) == self.actions).to(h.dtype)
         encoding = self.encoder(torch.cat((h, one_hot), -1)) * weight.unsqueeze(-1)
-        return self.joint(torch.cat((state, encoding.sum(2)), -1))
+        return self.joint(torch.cat((state, encoding.sum(2)), -1)), None
 
     def state_value(self, h, weight, state):
         return self.value(state)  # (steps, matches, 1)
@@ -295,14 +295,15 @@ class QTRANAlt(nn.Module):
         self.to(env.device)
 
     def forward(self, h, action, weight, state):
-        """As that of QTRANBase, but -> (steps, matches, seats, actions)"""
+        """As that of QTRANBase, but -> (by each seat's network (steps, matches, seats), of all its actions)"""
         weight = weight.unsqueeze(-1)
         all_h = (self.h_encoder(h) * weight).sum(2)
         encoding = self.action_encoder((action.unsqueeze(-1) == self.actions).to(h.dtype)) * weight
         others = encoding.sum(2, keepdim=True) - encoding
         shared = torch.cat((state, all_h), -1).unsqueeze(2).expand(*others.shape[:3], -1)
         seat = self.seat_one_hot.expand(*others.shape[:3], -1)
-        return self.joint(torch.cat((shared, seat, others), -1))
+        values = self.joint(torch.cat((shared, seat, others), -1))
+        return gather_q(values, action), values  # (steps, matches, seats, actions)
 
     def state_value(self, h, weight, state):
         all_h = (self.value_encoder(h) * weight.unsqueeze(-1)).sum(2)
@@ -465,10 +466,6 @@ class Learner:
             self.updates += 1
 
     # ALGO LOGIC: the loss
-    def joint_value(self, values, action):
-        """(steps, matches, 1) from the mixer's output; of QTRAN-alt (steps, matches, seats), by each seat's network."""
-        return gather_q(values, action) if self.args.alt else values
-
     def loss(self, batch):
         """The loss of a batch of episodes, time first, and a dictionary of values to log."""
         action, reward = batch["action"][:-1], batch["reward"][:-1]  # (steps, matches, seats)
@@ -487,8 +484,7 @@ class Learner:
             q = q * alive.unsqueeze(-1)
         with torch.no_grad():
             _, target_h = self.target_agents(obs, last_action, h, seat)
-            next_values = self.target_mixer(target_h[1:], greedy[1:], weight[1:], state[1:])
-            next_value = self.joint_value(next_values, greedy[1:])
+            next_value, _ = self.target_mixer(target_h[1:], greedy[1:], weight[1:], state[1:])
             reward = reward[..., :1] if self.env.team_reward else reward.sum(-1, keepdim=True)
             mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
             terminated = batch["terminated"][:-1].unsqueeze(-1)
@@ -497,10 +493,9 @@ class Learner:
             target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.td_lambda)
 
         q, h, greedy, avail, weight, state = (x[:-1] for x in (q, h_online, greedy, avail, weight, state))
-        values = self.mixer(h, action, weight, state)
-        joint = self.joint_value(values, action)
+        joint, values = self.mixer(h, action, weight, state)
         with torch.no_grad():
-            joint_greedy = self.joint_value(self.mixer(h, greedy, weight, state), greedy)
+            joint_greedy, _ = self.mixer(h, greedy, weight, state)
         state_value = self.mixer.state_value(h, weight, state)
         q_taken = gather_q(q, action)  # (steps, matches, seats)
         opt_error = gather_q(q, greedy).sum(-1, keepdim=True) - joint_greedy + state_value
