@@ -295,6 +295,7 @@ class Battle(Batch):
             open_ground=int(waypoints is None), healers=int(stat[HEALS].any()), fliers=int(stat[FLIES].any()),
             splash=int(stat[SPLASH].any()), unarmed=int(RULES["armed_first"] and bool(unarmed.any())),
             near=F32(2 * stat[SPEED].max() + 0.01), many=MANY if self.device.type == "cpu" else units,
+            scan_anew=int(RULES["scan_anew"] and bool((stat[SPEED] == 0).any())),
             **{name: int(RULES[name]) for name in ("look_again", "strike_back", "call_for_help", "surround")},
             sparse=int(reward_sparse), only_positive=int(reward_only_positive), win=F32(reward_win),
             defeat=F32(reward_defeat), death=F32(reward_death_value), negative_scale=F32(reward_negative_scale),

@@ -138,7 +138,7 @@ UNITS = {
         1.6,
         25,
         wind_up=0.333,
-        recovery=0.6,
+        recovery=0.4,
         slop=0,
         versus_armoured=5,
         armour=2,
@@ -157,6 +157,7 @@ RULES = {
     "backswing": True,  # after an attack a unit stands for a while, unless it gets an order
     "slop": True,  # a unit that is firing goes on a little beyond its range
     "look_again": True,  # out of weapon range a target gives way to the nearest; off: kept within the scan range
+    "scan_anew": True,  # who cannot move takes the nearest for every attack; off: it keeps its target within range
     "armed_first": True,  # those that cannot hit back are targets only where there are no others
     "strike_back": True,  # a unit without a target takes whoever hits it, however far away
     "call_for_help": True,  # and so do those near it

@@ -90,7 +90,7 @@ COMMON = " ".join(RULE)  # allies below: the units of the agents, as many as the
 Rule = namedtuple(
     "Rule",
     f"{COMMON} allies units width height auto_allies medivacs_do_not_count "
-    "open_ground healers fliers splash unarmed "  # what maps without need not ask
+    "open_ground healers fliers splash unarmed scan_anew "  # what maps without need not ask
     "near many "  # how near others matter to a mover; from how many foes on it pays to ask first whether any is near
     "look_again strike_back call_for_help surround "
     "rare pitch attack told "
@@ -324,14 +324,18 @@ def who_hit_a_friend(m, u, at, loop, g):
 
 @scalar
 def choose_target(m, u, at, loop, g):
-    """The enemy's way: keep an armed target in weapon range, else take the nearest, else whoever shoots from afar."""
+    """The enemy's way: keep an armed target in weapon range, else take the nearest, else whoever shoots from afar.
+
+    Who cannot move keeps it for one attack.
+    """
     target, stance, in_range = g.whole[TARGET, m, u], g.whole[STANCE, m, u], False
     if target >= 0 and g.real[HEALTH, m, target] <= ZERO:
         target = -1
     if target >= 0:
         reach = stat(RANGE, m, u, g) if g.rule.look_again else stat(SCAN, m, u, g)
         in_range = within(m, u, target, at, reach + (stat(SLOP, m, u, g) if stance == FIRING else ZERO), g)
-        if in_range and is_armed(m, u, target, g):
+        chooses = g.rule.scan_anew and stat(SPEED, m, u, g) == ZERO and g.real[HITS_IN, m, u] <= ZERO
+        if in_range and is_armed(m, u, target, g) and not chooses:
             return target
     found, far = nearest_foe(m, u, at, stat(RANGE, m, u, g) if in_range else stat(SCAN, m, u, g), True, g), False
     if g.rule.strike_back and found < 0 and may_target(m, u, g.whole[SHOOTER, m, u], g):

@@ -934,8 +934,23 @@ def test_recovery(on, monkeypatch):
     env = battle([("dummy", 10, 16)], [("spinecrawler", 10 + touching("spinecrawler", "dummy"), 16)], num_envs=256)
     step(env, STOP)
     ready_in = env.units()["cooldown"][:, 1] + LOOPS
-    reload = (1.6 + on * 0.6) * SECOND
+    reload = (1.6 + on * 0.4) * SECOND
     assert reload - 1 - SMALL < ready_in.min() < reload - 0.9 and reload + 1.9 < ready_in.max() < reload + 2 + SMALL
+
+
+@both
+def test_crawler_takes_the_nearest_for_every_attack(on, monkeypatch):
+    """Who comes nearer while it reloads is shot at next; who comes nearer during a wind-up is not."""
+    monkeypatch.setitem(RULES, "scan_anew", on)
+    env = battle([("stalker", 14, 16), ("stalker", 7, 16)], [("spinecrawler", 10, 16)], reloading=[2])
+    step(env, STOP, STOP)
+    change(env, 2, cooldown=4.0)  # so loops 4 to 9 are the wind-up
+    step(env, STOP, STOP)
+    change(env, 0, x=12.5)
+    step(env, STOP, STOP)
+    assert env.units()["shield"][0, :2].tolist() == [80, 50]
+    step(env, STOP, STOP, times=5)
+    assert env.units()["shield"][0, :2].tolist() == ([50, 50] if on else [80, 20])
 
 
 @both

@@ -43,9 +43,7 @@ def between(env):
 
 
 # ---- 2s_vs_1sc ----
-CRAWLER_REACH = 7 + UNITS["spinecrawler"].radius + UNITS["stalker"].radius
 STRIDE = UNITS["stalker"].speed / 2  # in a step
-LOW = 30  # health and shield with which a stalker does not survive the next shot
 
 
 def stand_and_shoot(env, info, memory):
@@ -57,12 +55,16 @@ def stand_and_shoot(env, info, memory):
 
 
 def take_turns(env, info, memory):
-    """The stalker that is shot at leaves when it is low, and comes back when the crawler has turned to the other."""
-    distance, units = between(env)[1][..., 0], env.units()
-    low = (units["health"] + units["shield"])[:, :2] < LOW
-    been_out = (memory.get("been_out", False) | (distance > CRAWLER_REACH)) & low
-    memory.update(been_out=been_out)
-    return torch.where(low & ~been_out, SOUTH, stand_and_shoot(env, info, memory))
+    """Who has more health and shield left stands nearer and is shot at. Both are in its range all the time."""
+    vectors, distance = between(env)
+    left = (env.units()["health"] + env.units()["shield"])[:, :2]
+    front = memory.get("front", torch.tensor([True, False]))
+    front = memory["front"] = torch.where(left == left.flip(1), front, left > left.flip(1))
+    wanted = torch.where(front, 4.5, 5.9)
+    after = (vectors - WAYS * STRIDE).norm(dim=-1)
+    move = (after - wanted.unsqueeze(-1)).abs().argmin(-1) + NORTH
+    in_place = (distance[..., 0] - wanted).abs() < 0.56 * STRIDE
+    return torch.where(info["avail"][..., ATTACK] & in_place, ATTACK, move)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
