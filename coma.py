@@ -48,7 +48,7 @@ class Args:
     keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
     tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
     num_envs: int | None = None  # matches of a round (default: 256 on the GPU, 32 on the CPU, 8 in sc2/; PyMARL: 8)
-    total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 4 on the CPU
+    total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 2 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
     eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
     final_eval_episodes: int = 512  # episodes of the last evaluation
@@ -100,7 +100,7 @@ def check_args(args):
     )
     runs.check_team_options(args)
     runs.resolve_device(args)
-    sizes = {"num_envs": 32, "total_timesteps": 1_000_000 if args.team == "self" else 4_000_000}
+    sizes = {"num_envs": 32, "total_timesteps": 1_000_000 if args.team == "self" else 2_000_000}
     if args.cuda:
         sizes = {"num_envs": 256, "total_timesteps": 20_000_000}
     if not envs.is_simulated(args.env_id):

@@ -50,7 +50,7 @@ class Args:
     keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
     tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
-    total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 4 on the CPU
+    total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 2 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
     eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
     final_eval_episodes: int = 512  # episodes of the last evaluation

@@ -241,7 +241,7 @@ def fill_in_sizes(args):
         defaults = {"num_envs": 1024, "total_timesteps": 20_000_000, "batch_size": 64}
         defaults["train_frequency"] = 1000 if single else 2000
     elif single:
-        defaults = {"num_envs": 512, "total_timesteps": 4_000_000, "batch_size": 32, "train_frequency": 400}
+        defaults = {"num_envs": 512, "total_timesteps": 2_000_000, "batch_size": 32, "train_frequency": 400}
     else:
         defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
     if slow_game:  # slow: it is learned from more often

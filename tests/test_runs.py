@@ -889,7 +889,7 @@ def test_a_run_that_is_rejected_writes_nothing(name, options, message, tmp_path)
     ("env_id", "team", "sizes"),
     [
         ("3m", "self", (64, 1_000_000, 200)),
-        ("3m", "scripted", (512, 4_000_000, 400)),
+        ("3m", "scripted", (512, 2_000_000, 400)),
         ("sc2/3m", "self", (8, 1_000_000, 60)),
         ("pettingzoo:mpe2.simple_spread_v3", "self", (8, 1_000_000, 60)),
         ("sc2/3m", "2nearest1learner", (8, 1_000_000, 60)),
