@@ -1,8 +1,8 @@
 """Opponent modelling by subgoal inference (OMG): act on the future state that the others seem to be heading for.
 
-A conditional VAE infers a latent subgoal from the past; it is an input of the Q-network. In training, hindsight gives
-the subgoal to infer, the code that a frozen VAE has of a later state: by default what the learner sees of the others
-five steps on, with --paper the view that the Q-network values most (Yu, Jiang, Lu, NeurIPS 2024).
+A conditional VAE infers a latent subgoal from the past; decoded, it is an input of the Q-network. In training hindsight
+gives the subgoal to infer, the code that a VAE has of a later state: by default what the learner sees of the others two
+steps on, with --paper the view that the Q-network values most (Yu, Jiang, Lu, NeurIPS 2024).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
     python omg_iql.py --env-id 3m --n-agents 8 --cuda            docs/omg_iql.md has the logged keys and the results
@@ -82,9 +82,9 @@ class Args:
     horizon: int = 10  # how many of the next states are candidates for the subgoal
     subgoal_input: Literal["others", "obs", "state"] = "others"  # encoded: others in view, the view, the global state
     subgoal_mode: Literal["optimistic", "conservative"] = "optimistic"  # candidate of highest or lowest value
-    selector: str = "5"  # how a candidate is selected: value, random, next, or a number k for the k-th next state
+    selector: str = "2"  # how a candidate is selected: value, random, next, or a number k for the k-th next state
     predict: Literal["future", "view", "features"] = "future"  # decoded: the selected state, the view or features of it
-    code: Literal["mean", "sample"] = "mean"  # what Q reads of a subgoal: the mean of its distribution, or a sample
+    code: Literal["decoded", "mean", "sample"] = "decoded"  # what Q reads: the decoded subgoal, its mean or a sample
     inference: Literal["cvae", "mlp"] = "cvae"  # the conditional VAE, or a network that predicts the subgoal itself
     q_subgoal: Literal["mixed", "inferred", "selected"] = "mixed"  # Q's subgoal in updates: selected with epsilon
     mix: Literal["q-input", "kl-target"] = "q-input"  # where that applies: Q's input (paper) or the KL (released code)
@@ -210,12 +210,17 @@ class SharedGRU(nn.GRU):
         return torch.lerp(new, h.unsqueeze(1), torch.sigmoid(update + update_h))
 
 
+def encoded_dim(args, env):
+    return {"others": int(env.about_others.sum()), "obs": env.obs_dim, "state": env.state_dim}[args.subgoal_input]
+
+
 class Agents(nn.Module):
     """The Q-network: Linear, GRU, Linear on observation, own last action, seat and what the opponent model infers."""
 
     def __init__(self, args, env):
         super().__init__()
-        inputs = env.obs_dim + env.n_actions + env.n_agents + args.latent_dim
+        subgoal_dim = encoded_dim(args, env) if args.code == "decoded" else args.latent_dim
+        inputs = env.obs_dim + env.n_actions + env.n_agents + subgoal_dim
         self.hidden_dim = args.hidden_dim
         self.fc1 = nn.Linear(inputs, args.hidden_dim)
         self.rnn = SharedGRU(args.hidden_dim, args.hidden_dim)
@@ -253,7 +258,7 @@ class Agents(nn.Module):
     def compare(self, obs, last_action, h, seat, subgoals, index):
         """Q-values of single steps, each from its own hidden state, with each of its candidates among the subgoals.
 
-        subgoals (time, matches, seats, latent); index (time, candidates, matches, seats) says which times they are of.
+        subgoals (time, matches, seats, features); index (time, candidates, matches, seats): which times they are of.
         The first layer is computed once for each observation and once for each subgoal.
         """
         match_index = torch.arange(seat.shape[0], device=obs.device).unsqueeze(1)
@@ -265,16 +270,10 @@ class Agents(nn.Module):
 
 
 # ALGO LOGIC: the opponent model's networks
-class Gaussian(nn.Module):
+def gaussian(x):
     """Mean and log-variance of a latent code."""
-
-    def __init__(self, inputs, latent_dim):
-        super().__init__()
-        self.mean = nn.Linear(inputs, latent_dim)
-        self.log_variance = nn.Linear(inputs, latent_dim)
-
-    def forward(self, x):
-        return self.mean(x), self.log_variance(x).clamp(-10.0, 10.0)
+    mean, log_variance = x.chunk(2, -1)
+    return mean, log_variance.clamp(-10.0, 10.0)
 
 
 def sample(mean, log_variance):
@@ -297,13 +296,13 @@ class StateVAE(nn.Module):
             return nn.Sequential(nn.Linear(inputs, 128), nn.LeakyReLU(), nn.Linear(128, 128), nn.LeakyReLU())
 
         self.encoder = layers(inputs)
-        self.code = Gaussian(128, latent_dim)
+        self.code = nn.Linear(128, 2 * latent_dim)
         self.decoder = layers(latent_dim)
         self.out = nn.Linear(128, inputs)
         self.register_buffer("binary", torch.zeros(inputs, dtype=torch.bool))  # features that are 0 or 1
 
     def encode(self, state):
-        return self.code(self.encoder(state))
+        return gaussian(self.code(self.encoder(state)))
 
     def decode(self, code):
         x = self.out(self.decoder(code))
@@ -332,28 +331,23 @@ def seat_order(env):
 
 
 class OpponentModel(nn.Module):
-    """Infers subgoals: a GRU over past observations and actions, an encoder, and a decoder to train them (a CVAE).
-
-    `vae` encodes the states that subgoals stand for. It is pre-trained and frozen.
-    """
+    """Infers subgoals: a GRU over past observations and actions, an encoder, and the VAE that encodes later states."""
 
     def __init__(self, args, env, hidden_dim=96):
         super().__init__()
         self.args = args
         self.hidden_dim = hidden_dim
-        about_others = env.about_others.nonzero().flatten()
-        sizes = {"others": len(about_others), "obs": env.obs_dim, "state": env.state_dim}
-        self.vae = StateVAE(sizes[args.subgoal_input], args.latent_dim).requires_grad_(False)
+        self.vae = StateVAE(encoded_dim(args, env), args.latent_dim).requires_grad_(not args.paper)
         self.rnn = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, hidden_dim)
         self.fc_obs = nn.Linear(env.obs_dim, 32)
         self.fc1 = nn.Linear(32 + hidden_dim, 64)
-        self.code = Gaussian(64, args.latent_dim)
+        self.code = nn.Linear(64, 2 * args.latent_dim)
         if args.predict != "future":
             self.decoder = nn.Linear(args.latent_dim + hidden_dim, 128)
             self.out = nn.Linear(128, 32 if args.predict == "features" else env.obs_dim)
         self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
-        self.register_buffer("about_others", about_others, persistent=False)
+        self.register_buffer("about_others", env.about_others.nonzero().flatten(), persistent=False)
         self.to(env.device)
 
     def init_hidden(self, matches, seats):
@@ -361,7 +355,7 @@ class OpponentModel(nn.Module):
 
     def forward(self, obs, last_obs, all_last_action, seat, h):
         """obs and last_obs (time, matches, seats, obs_dim), all_last_action (time, matches, agents)
-        -> subgoal for the Q-network, hidden states, (mean, log-variance)
+        -> inferred subgoal, hidden states, (mean, log-variance)
 
         At the start last_obs is 0 and all_last_action is -1.
         """
@@ -370,8 +364,8 @@ class OpponentModel(nn.Module):
         actions = (actions.unsqueeze(-1) == self.actions).to(obs.dtype).flatten(-2)
         h = self.rnn(torch.cat((last_obs, actions), -1), h)
         x = F.relu(self.fc_obs(obs))
-        mean, log_variance = self.code(F.relu(self.fc1(torch.cat((x, h), -1))))
-        subgoal = mean if self.args.inference == "mlp" or self.args.code == "mean" else sample(mean, log_variance)
+        mean, log_variance = gaussian(self.code(F.relu(self.fc1(torch.cat((x, h), -1)))))
+        subgoal = sample(mean, log_variance) if self.args.inference == "cvae" and self.args.code == "sample" else mean
         return subgoal, h, (mean, log_variance)
 
     def unroll(self, obs, all_action, seat):
@@ -379,6 +373,10 @@ class OpponentModel(nn.Module):
         last_obs = torch.cat((torch.zeros_like(obs[:1]), obs[:-1]))
         all_last_action = torch.cat((torch.full_like(all_action[:1], -1), all_action))
         return self(obs, last_obs, all_last_action, seat, self.init_hidden(*seat.shape))
+
+    def read(self, subgoal):
+        """What the Q-network reads of a subgoal. Decoded features keep their meaning while codes still change."""
+        return self.vae.decode(subgoal) if self.args.code == "decoded" else subgoal
 
     def states(self, batch, obs):
         """What subgoals encode, (rows, matches, seats, features)."""
@@ -452,7 +450,7 @@ class Player:
         obs = inputs.obs.unsqueeze(0)
         last_obs, all_last_action = self.last_obs.unsqueeze(0), inputs.all_last_action.unsqueeze(0)
         subgoal, model_h, (mean, log_variance) = self.model(obs, last_obs, all_last_action, inputs.seat, self.model_h)
-        q, h = self.agents(obs, inputs.last_action.unsqueeze(0), self.h, inputs.seat, subgoal)
+        q, h = self.agents(obs, inputs.last_action.unsqueeze(0), self.h, inputs.seat, self.model.read(subgoal))
         self.subgoal = subgoal[0]
         self.outputs = {"mean": mean[0], "log_variance": log_variance[0]}
         self.h.copy_(h[0])
@@ -567,8 +565,8 @@ class Learner:
         self.target_model = copy.deepcopy(self.model).to(env.device)
         self.parameters = list(self.agents.parameters())
         self.target_parameters = list(self.target_agents.parameters())
-        self.model_parameters = [p for p in self.model.parameters() if p.requires_grad]  # all but the VAE's
-        self.target_model_parameters = [p for p in self.target_model.parameters() if p.requires_grad]
+        self.model_parameters = list(self.model.parameters())
+        self.target_model_parameters = list(self.target_model.parameters())
         groups = [{"params": self.parameters}, {"params": self.model_parameters, "lr": args.model_learning_rate}]
         # fused, so that an update that is not finite can be skipped without waiting for the device
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
@@ -628,7 +626,7 @@ class Learner:
         return torch.minimum(row + 1 + k, last_row), k
 
     def model_loss(self, batch, inputs, h, inferred, subgoals):
-        """(the subgoals of the Q-network and the target network at all steps, the opponent model's loss, values to log)
+        """(what the Q-network and the target network read at all steps, the opponent model's loss, values to log)
 
         `h` is the Q-network's hidden state with the inferred subgoals; `inferred` are the outputs of model.unroll.
         """
@@ -641,9 +639,9 @@ class Learner:
         in_episode = (steps_left[:-1] > 0).unsqueeze(-1)
         mask = alive[:-1] & in_episode  # (steps, matches, seats)
         with torch.no_grad():
-            states = self.model.states(batch, obs)
+            states = torch.where(alive.unsqueeze(-1), self.model.states(batch, obs), 0.0)
             codes = self.model.vae.encode(states)  # mean, log-variance
-            samples = codes[0] if args.code == "mean" else sample(*codes)
+            samples = self.model.read(sample(*codes) if args.code == "sample" else codes[0])
             row, k = self.select(batch, obs[:-1], last_action[:-1], h[:-1], samples, last_row)
             index = row.unsqueeze(-1)
             state, selected, *target = (values.take_along_dim(index, 0) for values in (states, samples, *codes))
@@ -660,6 +658,9 @@ class Learner:
         error = masked_mean(mask, error)
         kl = torch.where(mask.unsqueeze(-1), kl, 0.0).sum((0, 1, 2)) / mask.sum().clamp(min=1)
         loss = error + args.kl_weight * kl.sum()
+        if not args.paper:
+            vae_error, vae_kl = (masked_mean(alive, values.sum(-1)) for values in self.model.vae.errors(states))
+            loss = loss + vae_error + args.vae_kl_weight * vae_kl
         logs = {"omg/loss": loss, "omg/recon": error, "omg/kl": kl.sum(), "omg/kl_per_dim": kl}
         return subgoals, loss, logs | {"omg/selected_k": masked_mean(mask, k + 1.0)}
 
@@ -696,14 +697,14 @@ class Learner:
         """One step of the optimiser. On the GPU the opponent model's part runs on a second stream, backwards too."""
         inputs = self.inputs(batch)
         obs, last_action, _ = inputs
-        seat = batch["seat"][0]
+        seat, all_action = batch["seat"][0], batch["all_action"][:-1]
         h = self.agents.init_hidden(*seat.shape)
         with self.side_stream:
-            inferred = self.model.unroll(obs, batch["all_action"][:-1], seat)
-            subgoals = [inferred[0].detach()] * 2  # of the Q-network and of the target network
-            if not self.args.paper:
-                with torch.no_grad():
-                    subgoals[1] = self.target_model.unroll(obs, batch["all_action"][:-1], seat)[0]
+            inferred = self.model.unroll(obs, all_action, seat)
+            with torch.no_grad():
+                subgoals = [self.model.read(inferred[0])] * 2  # of the Q-network and of the target network
+                if not self.args.paper:
+                    subgoals[1] = self.target_model.read(self.target_model.unroll(obs, all_action, seat)[0])
         self.side_stream.join()
         with torch.set_grad_enabled(not self.mixing):  # the TD loss uses this unroll if no subgoal is replaced
             q, next_h = self.agents(obs, last_action, h, seat, subgoals[0])
@@ -757,8 +758,8 @@ def analyse(learner, episodes):
     if learner.args.subgoal_input != "state" and hasattr(env, "places"):
         metrics |= place_metrics(env, episodes, steps_left, *model.views(subgoal, obs), learner.args.selector)
     if len(seat) > 1:  # a single match has nothing to exchange or to hold out
-        metrics |= usage(agents, episodes, inputs, subgoal)
-        _, h = agents(obs, last_action, agents.init_hidden(*seat.shape), seat, subgoal)
+        metrics |= usage(agents, episodes, inputs, model.read(subgoal))
+        _, h = agents(obs, last_action, agents.init_hidden(*seat.shape), seat, model.read(subgoal))
         metrics |= probes(env, episodes, steps_left, {"": code[0], "_view": torch.cat((obs, h), -1)})
     return metrics
 
@@ -803,6 +804,7 @@ if __name__ == "__main__":
             if not args.vae:
                 pretraining.run(run.writer, after_update=run.save_or_stop)
             learner.target_model.load_state_dict(learner.model.state_dict())
+        learner.model.vae.requires_grad_(not args.paper)  # the published one stays as it is
         while run.in_progress():
             # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
             progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)

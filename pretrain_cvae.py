@@ -50,7 +50,7 @@ class Args:
     latent_dim: int = 64  # size of a subgoal
     subgoal_input: Literal["others", "obs", "state"] = "others"  # encoded: others in view, the view, the global state
     predict: Literal["future", "view", "features"] = "future"  # decoded: the selected state, the view or features of it
-    code: Literal["mean", "sample"] = "mean"  # what Q reads of a subgoal: the mean of its distribution, or a sample
+    code: Literal["decoded", "mean", "sample"] = "decoded"  # what Q reads: the decoded subgoal, its mean or a sample
     inference: Literal["cvae", "mlp"] = "cvae"  # the conditional VAE, or a network that predicts the subgoal itself
 
 
@@ -75,7 +75,7 @@ class Pretraining:
     def __init__(self, args, model, runner):
         self.args, self.model, self.runner = args, model, runner
         self.total = args.pretrain_updates + (0 if args.paper else args.pretrain_updates // 10)
-        parameters = model.vae.parameters(), [p for p in model.parameters() if p.requires_grad]  # all but the VAE's
+        parameters = model.vae.parameters(), [p for n, p in model.named_parameters() if not n.startswith("vae.")]
         self.optimizers = [torch.optim.Adam(group, args.model_learning_rate, fused=True) for group in parameters]
         self.progress = {"update": 0}
         self.start, self.rng = {"rng": runs.rng_state(args), "runner": runner.state_dict()}, None  # before the episodes
@@ -97,6 +97,7 @@ class Pretraining:
         errors = {}
         for name, first, last in (("VAE", 0, args.pretrain_updates), ("CVAE", args.pretrain_updates, self.total)):
             done = max(progress["update"] - first, 0)
+            model.vae.requires_grad_(name == "VAE")
             with runs.Progress(f"Pre-training, {name}: ", last - first, "updates", done) as shown:
                 while progress["update"] < last:
                     if name == "VAE":
@@ -120,11 +121,10 @@ class Pretraining:
 
     def update_vae(self, states):
         """Its learning rate rises at first and falls to 0: at a constant one it would take thrice the updates."""
-        done, vae = self.progress["update"] / self.args.pretrain_updates, self.model.vae.requires_grad_(True)
+        done, vae = self.progress["update"] / self.args.pretrain_updates, self.model.vae
         self.optimizers[0].param_groups[0]["lr"] = 6 * self.args.model_learning_rate * min(10 * done + 0.01, 1 - done)
         batch = states[torch.randint(len(states), (1024 if self.args.cuda else 256,), device=states.device)]
         self.step(self.optimizers[0], vae_loss(self.args, vae, batch)[0])
-        vae.requires_grad_(False)
 
     def update_cvae(self, episodes):
         matches = torch.randint(episodes["obs"].shape[1], (self.args.batch_size,), device=episodes["obs"].device)

@@ -38,8 +38,8 @@ COPIES = {
     "my_omg": (
         "omg_iql",
         (
-            "        self.code = Gaussian(64,",
-            "        self.fc_extra = nn.Linear(64, 64)\n        self.code = Gaussian(64,",
+            "        self.code = nn.Linear(64,",
+            "        self.fc_extra = nn.Linear(64, 64)\n        self.code = nn.Linear(64,",
         ),
         ("self.code(F.relu(self.fc1(", "self.code(self.extra(self.fc1("),
         (

@@ -162,14 +162,14 @@ def test_errors_of_pretraining_equal_plain_loops(subgoal_input, predict):
 
 
 @pytest.mark.parametrize("paper", [False, True])
-def test_pretraining_trains_both_networks_and_freezes_the_vae(paper):
+def test_pretraining_trains_both_networks_one_after_the_other(paper):
     """The published pre-training is of the VAE alone."""
     env, options = env_spec(), {"pretrain_timesteps": 1, "batch_size": 4, "model_learning_rate": 5e-3, "paper": paper}
     learner = make_learner(env, pretrain_updates=1, **options)
     runner = RecordedRunner(random_batch(env, deaths=()))
     first = pretrain(learner, runner)
     before = learner.model.rnn.weight_hh_l0.detach().clone()
-    learner.args.pretrain_updates = 100
+    learner.args.pretrain_updates = 300
     second = pretrain(learner, runner)
     assert second["recon"] < 0.5 * first["recon"]
     if not paper:
@@ -316,10 +316,10 @@ def test_candidates_are_valued_as_single_steps(dueling):
     shape = (steps, matches, 2)
     obs, h = torch.randn(*shape, env.obs_dim), torch.randn(*shape, agents.hidden_dim)
     last_action = torch.randint(-1, 2, shape)
-    subgoals, index = torch.randn(steps + 1, matches, 2, 4), torch.randint(steps + 1, (steps, candidates, matches, 2))
+    subgoals, index = torch.randn(steps + 1, matches, 2, 3), torch.randint(steps + 1, (steps, candidates, matches, 2))
     found = agents.compare(obs, last_action, h, seat, subgoals, index)
     for k in range(candidates):
-        subgoal = subgoals.gather(0, index[:, k].unsqueeze(-1).expand(-1, -1, -1, 4))
+        subgoal = subgoals.gather(0, index[:, k].unsqueeze(-1).expand(-1, -1, -1, 3))
         expected = agents.step(obs, last_action, h, seat, subgoal)
         torch.testing.assert_close(found[:, k], expected, rtol=1e-5, atol=1e-5)
 
@@ -352,8 +352,9 @@ def test_the_target_of_the_kl_divergence_is_the_selected_subgoal_with_its_probab
     monkeypatch.setattr(omg_iql, "kl_divergence", lambda *codes: targets.append(codes[2:]) or kl_divergence(*codes))
     for probability in (0.0, 0.3, 1.0):
         learner.set_mix_probability(probability)
+        targets.clear()
         reference.loss_of(learner, batch)
-        for target, acted in zip(targets.pop(), (batch["mean"], batch["log_variance"])):
+        for target, acted in zip(targets[0], (batch["mean"], batch["log_variance"])):
             share = (target != acted[:-1])[:40].all(-1).float().mean().item()
             assert share == pytest.approx(probability, abs=0.04 if probability == 0.3 else 0)
 
@@ -390,9 +391,9 @@ def test_losses_are_the_models_and_the_q_networks_one_after_the_other(options):
         inferred = learner.model.unroll(obs, batch["all_action"][:-1], seat)
         h = learner.agents.init_hidden(*seat.shape)
         with torch.no_grad():
-            _, hidden = learner.agents(obs, last_action, h, seat, inferred[0])
             averaged = learner.target_model.unroll(obs, batch["all_action"][:-1], seat)
-        subgoals = [inferred[0].detach(), averaged[0]]
+            subgoals = [learner.model.read(inferred[0]), learner.target_model.read(averaged[0])]
+            _, hidden = learner.agents(obs, last_action, h, seat, subgoals[0])
         subgoals, model_loss, model_logs = learner.model_loss(batch, inputs, hidden, inferred, subgoals)
         q, hidden = learner.agents(obs, last_action, h, seat, subgoals[0])
         td_loss, logs = learner.td_loss(batch, inputs, subgoals, q, hidden)
@@ -547,7 +548,7 @@ def test_the_averaged_inference_model_plays_greedily(paper):
 
 
 def test_by_default_nothing_is_drawn_but_what_is_mixed():
-    """What the Q-network reads, and the codes that are selected from, are means."""
+    """What the Q-network reads, and what is selected from, are decoded means."""
     env, read = env_spec(), []
     learner, batch = make_learner(env), long_batch(env)
     learner.set_mix_probability(1.0)
@@ -559,9 +560,9 @@ def test_by_default_nothing_is_drawn_but_what_is_mixed():
     assert torch.equal(inferred, again[0]) and torch.equal(mixed, again[1]) and not torch.equal(inferred, mixed)
     inputs = learner.inputs(batch)
     _, _, (mean, _) = learner.model.unroll(inputs[0], batch["all_action"][:-1], batch["seat"][0])
-    torch.testing.assert_close(inferred, mean)
+    torch.testing.assert_close(inferred, learner.model.vae.decode(mean))
     codes, _ = learner.model.vae.encode(inputs[0][..., env.about_others])
-    torch.testing.assert_close(mixed[:30], codes[5:35])  # --selector 5
+    torch.testing.assert_close(mixed[:30], learner.model.vae.decode(codes[2:32]))  # --selector 2
 
 
 def test_published_settings(tmp_path):
@@ -711,7 +712,7 @@ def test_what_is_inferred_behind_an_end_is_not_exchanged():
     env = env_spec()
     learner, batch = make_learner(env), random_batch(env, (3, 8, 5), ((0,), (1,), (2,)), ((1, 1, 4),))
     batch["policy_id"] = torch.tensor([[-1, 1, 1], [2, -1, 2], [1, 1, -1]])
-    inferred = torch.randn(10, 3, 1, 4)
+    inferred = torch.randn(10, 3, 1, 3)
     before = usage(learner.target_agents, batch, learner.inputs(batch), inferred)
     for match, end in enumerate((3, 4, 5)):  # the second learner dies
         inferred[end:, match] = 100.0
@@ -783,18 +784,14 @@ def test_a_run_loads_exactly_what_pretraining_saved(pretrained, tmp_path, capsys
     capsys.readouterr()
     names = train("omg_iql", tmp_path / "whole", vae=file, seed=5, **HUNT)
     assert "Pre-training" not in capsys.readouterr().out
-    assert not any(weights.requires_grad for weights in names["learner"].model.vae.parameters())
     trained = model_of(names["run"].folder)
-    assert_same_weights(trained, expected, prefix="vae.")
-    for key in expected.keys() - {
-        key for key in expected if key.startswith("vae.")
-    }:  # trained on, in a few small steps
+    for key in expected.keys() - {"vae.binary"}:  # trained on, in a few small steps
         assert not torch.equal(trained[key], expected[key])
         torch.testing.assert_close(trained[key], expected[key], rtol=0, atol=0.02)
 
 
-def test_pretraining_of_states_and_features(tmp_path):
-    options = HUNT | {"subgoal_input": "state", "predict": "features"}
+def test_the_published_vae_is_frozen_after_pretraining(tmp_path):
+    options = HUNT | {"subgoal_input": "state", "predict": "features", "paper": True}
     names = train("pretrain_cvae", tmp_path, **options)
     file = names["folder"] / "vae.pt"
     run = train("omg_iql", tmp_path / "runs", vae=file, total_timesteps=100, **options)["run"]
@@ -830,7 +827,6 @@ def test_a_file_is_for_a_map_real_or_simulated(tmp_path):
     torch.save({"requirements": omg_iql.requirements(args, simulation), "networks": networks}, args.vae)
     omg_iql.load_vae(args, env_spec(name="sc2/3m"), learner.model)
     assert_same_weights(learner.model.state_dict(), networks["model"])
-    assert not any(weights.requires_grad for weights in learner.model.vae.parameters())
     for change in ({"name": "8m"}, {"obs_dim": 9}):  # another map of the same sizes, other sizes of the same map
         with pytest.raises(SystemExit, match=r"is for .*, not for "):
             omg_iql.load_vae(args, env_spec(**{"name": "3m", **change}), learner.model)
@@ -910,7 +906,6 @@ def test_a_copy_with_another_opponent_model_is_pretrained_and_trained(tmp_path, 
     assert saved["algorithm"] == "omg_deeper" and saved["networks"]["model"]["fc1.2.weight"].shape == (64, 64)
     with_file, output = run_script(tmp_path, "omg_deeper.py", **QUICK, **HUNT, run_root="runs", vae=file)
     assert "Pre-training" not in output
-    assert_same_weights(model_of(with_file), saved["networks"]["model"], prefix="vae.")
     by_itself, output = run_script(tmp_path, "omg_deeper.py", **QUICK, **QUICK_MODEL, **HUNT, run_root="others")
     assert "Pre-training" in output
     monkeypatch.chdir(tmp_path)
