@@ -41,7 +41,7 @@ class Args:
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 512 on the CPU)
 
     pretrain_timesteps: int | None = None  # steps to collect (default: 2 million on the GPU, 100,000 on the CPU)
-    pretrain_updates: int | None = None  # updates of the VAE, and a tenth of the CVAE (default: 5000, CPU 3000)
+    pretrain_updates: int = 1000  # updates of the VAE, and a tenth of the CVAE
     batch_size: int = 32  # episodes in an update of the CVAE
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
     paper: bool = False  # whether to use the published settings: docs/omg_iql.md lists them
@@ -64,7 +64,8 @@ from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng  # noqa: E402
 from envs.metrics import masked_mean  # noqa: E402
 
-PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample", "bootstrap_subgoal": "same"}
+PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample", "bootstrap_subgoal": "same",
+         "pretrain_updates": 5000}  # fmt: skip
 FIELDS = ("obs", "alive", "all_action")
 
 
@@ -96,9 +97,8 @@ class Pretraining:
             runs.set_rng_state(self.rng)
         errors = {}
         for name, first, last in (("VAE", 0, args.pretrain_updates), ("CVAE", args.pretrain_updates, self.total)):
-            done = max(progress["update"] - first, 0)
             model.vae.requires_grad_(name == "VAE")
-            with runs.Progress(f"Pre-training, {name}: ", last - first, "updates", done) as shown:
+            with runs.Progress(f"Pre-training, {name}: ", last - first, "updates", progress["update"] - first) as shown:
                 while progress["update"] < last:
                     if name == "VAE":
                         self.update_vae(states)
@@ -121,10 +121,10 @@ class Pretraining:
 
     def update_vae(self, states):
         """Its learning rate rises at first and falls to 0: at a constant one it would take thrice the updates."""
-        done, vae = self.progress["update"] / self.args.pretrain_updates, self.model.vae
+        done = self.progress["update"] / self.args.pretrain_updates
         self.optimizers[0].param_groups[0]["lr"] = 6 * self.args.model_learning_rate * min(10 * done + 0.01, 1 - done)
         batch = states[torch.randint(len(states), (1024 if self.args.cuda else 256,), device=states.device)]
-        self.step(self.optimizers[0], vae_loss(self.args, vae, batch)[0])
+        self.step(self.optimizers[0], vae_loss(self.args, self.model.vae, batch)[0])
 
     def update_cvae(self, episodes):
         matches = torch.randint(episodes["obs"].shape[1], (self.args.batch_size,), device=episodes["obs"].device)
@@ -177,7 +177,7 @@ if __name__ == "__main__":
     runs.check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
     runs.resolve_device(args)
     num_envs = 8 if not envs.is_simulated(args.env_id) else 1024 if args.cuda else 512
-    runs.fill_in(args, {"num_envs": num_envs, **runs.PRETRAINING[args.cuda]})
+    runs.fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": runs.PRETRAINING[args.cuda]})
     script = runs.load_script(args)
     env = script.make_env(args, args.num_envs, runs.set_up_torch(args), "pre-training")
     team = script.make_team(args, env, "pre-training", stand_in=True)

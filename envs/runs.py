@@ -48,10 +48,7 @@ LARGEST = {
     **dict.fromkeys(("sims", "train_sims", "trees", "train_trees", "depth"), 2**13),
     **dict.fromkeys(("num_envs", "batch_size"), 2**22),
 }
-PRETRAINING = (  # default sizes on the CPU, on the GPU
-    {"pretrain_timesteps": 100_000, "pretrain_updates": 3000},
-    {"pretrain_timesteps": 2_000_000, "pretrain_updates": 5000},
-)
+PRETRAINING = (100_000, 2_000_000)  # default steps on the CPU, on the GPU
 CHANGEABLE = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
 
 
@@ -246,8 +243,8 @@ def fill_in_sizes(args):
         defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
     if slow_game:  # slow: it is learned from more often
         defaults |= {"num_envs": 8, "train_frequency": 60}
-    if hasattr(args, "pretrain_updates"):
-        defaults |= PRETRAINING[args.cuda]
+    if hasattr(args, "pretrain_timesteps"):
+        defaults["pretrain_timesteps"] = PRETRAINING[args.cuda]
     fill_in(args, defaults)
     fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
     smallest = max(args.batch_size, args.num_envs)
