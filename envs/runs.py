@@ -21,6 +21,7 @@ import functools
 import importlib.util
 import json
 import os
+import platform
 import signal
 import sys
 import threading
@@ -264,6 +265,8 @@ def set_up_torch(args):
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import torch.compile
+    if platform.machine() == "aarch64":
+        torch.backends.mkldnn.enabled = False  # a third slower there with matrices as small as these
     _do_not_import_torch_compile()
     return torch.device("cuda" if args.cuda else "cpu")
 
