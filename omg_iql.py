@@ -210,7 +210,7 @@ class SharedGRU(nn.GRU):
         return torch.lerp(new, h.unsqueeze(1), torch.sigmoid(update + update_h))
 
 
-def encoded_dim(args, env):
+def encoded_dim(args, env):  # features that a subgoal encodes
     return {"others": int(env.about_others.sum()), "obs": env.obs_dim, "state": env.state_dim}[args.subgoal_input]
 
 
@@ -641,28 +641,28 @@ class Learner:
         with torch.no_grad():
             states = torch.where(alive.unsqueeze(-1), self.model.states(batch, obs), 0.0)
             codes = self.model.vae.encode(states)  # mean, log-variance
-            samples = self.model.read(sample(*codes) if args.code == "sample" else codes[0])
-            row, k = self.select(batch, obs[:-1], last_action[:-1], h[:-1], samples, last_row)
+            candidates = self.model.read(sample(*codes) if args.code == "sample" else codes[0])
+            row, k = self.select(batch, obs[:-1], last_action[:-1], h[:-1], candidates, last_row)
             index = row.unsqueeze(-1)
-            state, selected, *target = (values.take_along_dim(index, 0) for values in (states, samples, *codes))
-            use_selected = torch.rand(row.shape, device=obs.device) < self.mix_probability
-            use_selected = (use_selected & in_episode).unsqueeze(-1)
+            state, selected, *target = (values.take_along_dim(index, 0) for values in (states, candidates, *codes))
+            drawn = torch.rand(row.shape, device=obs.device) < self.mix_probability
+            use_selected = (drawn & in_episode).unsqueeze(-1)
             if self.mixing:
                 subgoals = [torch.cat((torch.where(use_selected, selected, g[:-1]), g[-1:])) for g in subgoals]
             elif args.mix == "kl-target":  # the released code: otherwise the KL is from what was inferred while acting
                 acted = batch["mean"][:-1], batch["log_variance"][:-1]
                 target = [torch.where(use_selected | ~mask.unsqueeze(-1), *pair) for pair in zip(target, acted)]
         subgoal, model_h, code = inferred
-        code = [values[:-1] for values in code]
-        error, kl = self.model.errors(obs[:-1], subgoal[:-1], model_h[:-1], code, target, state)
+        error, kl = self.model.errors(obs[:-1], subgoal[:-1], model_h[:-1], [c[:-1] for c in code], target, state)
         error = masked_mean(mask, error)
         kl = torch.where(mask.unsqueeze(-1), kl, 0.0).sum((0, 1, 2)) / mask.sum().clamp(min=1)
+        logs = {"omg/recon": error, "omg/kl": kl.sum(), "omg/kl_per_dim": kl}
         loss = error + args.kl_weight * kl.sum()
         if not args.paper:
             vae_error, vae_kl = (masked_mean(alive, values.sum(-1)) for values in self.model.vae.errors(states))
+            logs["omg/vae_recon"] = vae_error
             loss = loss + vae_error + args.vae_kl_weight * vae_kl
-        logs = {"omg/loss": loss, "omg/recon": error, "omg/kl": kl.sum(), "omg/kl_per_dim": kl}
-        return subgoals, loss, logs | {"omg/selected_k": masked_mean(mask, k + 1.0)}
+        return subgoals, loss, logs | {"omg/loss": loss, "omg/selected_k": masked_mean(mask, k + 1.0)}
 
     # ALGO LOGIC: the loss
     def td_loss(self, batch, inputs, subgoals, q, h):

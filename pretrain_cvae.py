@@ -177,7 +177,7 @@ if __name__ == "__main__":
     runs.check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
     runs.resolve_device(args)
     num_envs = 8 if not envs.is_simulated(args.env_id) else 1024 if args.cuda else 512
-    runs.fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": runs.PRETRAINING[args.cuda]})
+    runs.fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": runs.PRETRAIN_TIMESTEPS[args.cuda]})
     script = runs.load_script(args)
     env = script.make_env(args, args.num_envs, runs.set_up_torch(args), "pre-training")
     team = script.make_team(args, env, "pre-training", stand_in=True)

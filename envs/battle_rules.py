@@ -334,8 +334,8 @@ def choose_target(m, u, at, loop, g):
     if target >= 0:
         reach = stat(RANGE, m, u, g) if g.rule.look_again else stat(SCAN, m, u, g)
         in_range = within(m, u, target, at, reach + (stat(SLOP, m, u, g) if stance == FIRING else ZERO), g)
-        chooses = g.rule.scan_anew and stat(SPEED, m, u, g) == ZERO and g.real[HITS_IN, m, u] <= ZERO
-        if in_range and is_armed(m, u, target, g) and not chooses:
+        rescans = g.rule.scan_anew and stat(SPEED, m, u, g) == ZERO and g.real[HITS_IN, m, u] <= ZERO
+        if in_range and is_armed(m, u, target, g) and not rescans:
             return target
     found, far = nearest_foe(m, u, at, stat(RANGE, m, u, g) if in_range else stat(SCAN, m, u, g), True, g), False
     if g.rule.strike_back and found < 0 and may_target(m, u, g.whole[SHOOTER, m, u], g):

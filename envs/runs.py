@@ -49,7 +49,7 @@ LARGEST = {
     **dict.fromkeys(("sims", "train_sims", "trees", "train_trees", "depth"), 2**13),
     **dict.fromkeys(("num_envs", "batch_size"), 2**22),
 }
-PRETRAINING = (100_000, 2_000_000)  # default steps on the CPU, on the GPU
+PRETRAIN_TIMESTEPS = (100_000, 2_000_000)  # by default, on the CPU and on the GPU
 CHANGEABLE = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
 
 
@@ -245,7 +245,7 @@ def fill_in_sizes(args):
     if slow_game:  # slow: it is learned from more often
         defaults |= {"num_envs": 8, "train_frequency": 60}
     if hasattr(args, "pretrain_timesteps"):
-        defaults["pretrain_timesteps"] = PRETRAINING[args.cuda]
+        defaults["pretrain_timesteps"] = PRETRAIN_TIMESTEPS[args.cuda]
     fill_in(args, defaults)
     fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
     smallest = max(args.batch_size, args.num_envs)
@@ -266,7 +266,7 @@ def set_up_torch(args):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import torch.compile
     if platform.machine() == "aarch64":
-        torch.backends.mkldnn.enabled = False  # a third slower there with matrices as small as these
+        torch.backends.mkldnn.enabled = False  # oneDNN is slow there at matrices as small as these
     _do_not_import_torch_compile()
     return torch.device("cuda" if args.cuda else "cpu")
 
