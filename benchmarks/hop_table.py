@@ -6,14 +6,15 @@ python benchmarks/hop_table.py --speed --cuda
 
 HOP and direct-OM learn by self-play and are then tested, without further updates of their networks, in encounters with
 co-players they have not met: random ones, cooperators (NS), defectors (NH), and learned ones, IPPO with its own reward
-and IPPO with the team's. A score of 1 is the return of a best response, IPPO trained among these co-players; 0 is that
-of random actions.
+and IPPO with the team's. A score of 1 is the return of a best response, the best of IPPO trained among these co-players
+and the scripts; 0 is that of random actions.
 """
 
 import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import hop  # noqa: E402
 from envs import runs  # noqa: E402
 from envs.episodes import Inputs  # noqa: E402
 
+SCRIPTS = ("RAND", "NS", "NH")
 METHODS = {"HOP": (), "direct-OM": ("--no-goals",)}
 NOTES = {  # what the notes have for the same columns, on 8 x 8; ours has no LOLA (HOP .97, direct-OM .64)
     "HOP": {"IPPO": 0.80, "prosocial IPPO": 0.93, "RAND": 0.96, "NS": 0.74, "NH": 0.51},
@@ -120,6 +122,16 @@ def run_all(args, jobs):
     return folders
 
 
+def returns(args, egos, other, episodes, encounter, out):
+    """(ego, other) -> mean return among co-players of one kind, by evaluate.py"""
+    command = [sys.executable, str(ROOT / "evaluate.py"), "--ego", *egos, "--others", other, "--groups", "homologue"]
+    command += ["--episodes", str(episodes), "--encounter", str(encounter), "--env-id", args.env_id]
+    command += ["--out", str(args.run_root / out), *["--cuda"] * args.cuda]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    rows = json.loads((args.run_root / out / "results.json").read_text())["rows"]
+    return {(row["ego"], row["other"]): row["return"] for row in rows}
+
+
 def main(args):
     started = time.time()
     args.learned_timesteps = args.learned_timesteps or (20_000_000 if args.cuda else 1_000_000)
@@ -143,29 +155,27 @@ def main(args):
     columns = {name: str(folders.get(name, name)) for name in NOTES["HOP"]}
     print(f"{time.time() - started:.0f} s: all are trained", flush=True)
 
-    def returns(egos, others, episodes, encounter, out):
-        """(ego, other) -> mean return, by evaluate.py"""
-        command = [sys.executable, str(ROOT / "evaluate.py"), "--ego", *egos, "--others", *others, "--groups"]
-        command += ["homologue", "--episodes", str(episodes), "--encounter", str(encounter), "--env-id", args.env_id]
-        command += ["--out", str(args.run_root / out), *["--cuda"] * args.cuda]
-        subprocess.run(command, check=True)
-        rows = json.loads((args.run_root / out / "results.json").read_text())["rows"]
-        return {(row["ego"], row["other"]): row for row in rows}
-
+    egos = {name: str(folder) for name, folder in folders.items() if name.split()[0] in METHODS}
+    tests = []  # each in its own process: a single one leaves most of the GPU idle
+    for number, (name, other) in enumerate(columns.items()):
+        tests.append(([str(folders[f"best with {name}"]), *SCRIPTS], other, 2048, 1, f"bounds_{number}"))
+        for method, ego in egos.items():
+            tests.append(([ego], other, args.episodes, args.encounter, f"{method.replace(' ', '_')}_{number}"))
+    found = {}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for part in pool.map(lambda test: returns(args, *test), tests):
+            found |= part
     bounds = {}
     for name, other in columns.items():
-        best = str(folders[f"best with {name}"])
-        found = returns([best, "RAND"], [other], 2048, 1, f"bounds_{name.replace(' ', '_')}")
-        bounds[name] = found["RAND", other]["return"], found[best, other]["return"]
-    egos = {name: str(folder) for name, folder in folders.items() if name.split()[0] in METHODS}
-    found = returns(list(egos.values()), list(columns.values()), args.episodes, args.encounter, "methods")
+        lowest, *others = (found[ego, other] for ego in (*SCRIPTS, str(folders[f"best with {name}"])))
+        bounds[name] = lowest, max(others)
 
     print("| | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
     for label, place in (("random actions", 0), ("best response", 1)):
         print(f"| {label}, return | " + " | ".join(f"{bounds[name][place]:.2f}" for name in columns) + " |")
     for method in METHODS:
         mine = [ego for name, ego in egos.items() if name.split()[0] == method]
-        earned = {name: sum(found[ego, other]["return"] for ego in mine) / len(mine) for name, other in columns.items()}
+        earned = {name: sum(found[ego, other] for ego in mine) / len(mine) for name, other in columns.items()}
         print(f"| {method}, return | " + " | ".join(f"{earned[name]:.2f}" for name in columns) + " |")
         scores = [(earned[name] - bounds[name][0]) / (bounds[name][1] - bounds[name][0]) for name in columns]
         print(f"| {method} | " + " | ".join(f"{score:.2f}" for score in scores) + " |")
