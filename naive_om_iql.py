@@ -556,8 +556,8 @@ if __name__ == "__main__":
                 run.log_episodes(returns, lengths, won, valid, epsilon)
             if run.evaluation_due():
                 results = eval_runner.evaluate(args.eval_episodes)
-                run.log_evaluation(*results, om=analyse(learner, eval_runner.selection()))
+                run.log_evaluation(*results, om=analyse(learner, eval_runner.selection(slice(64))))
             if run.save_due():
                 run.save()
         results = eval_runner.evaluate(args.final_eval_episodes)
-        run.finish(*results, om=analyse(learner, eval_runner.selection(slice(None))))
+        run.finish(*results, om=analyse(learner, eval_runner.selection()))

@@ -167,8 +167,8 @@ def main(args):
             found |= part
     bounds = {}
     for name, other in columns.items():
-        lowest, *others = (found[ego, other] for ego in (*SCRIPTS, str(folders[f"best with {name}"])))
-        bounds[name] = lowest, max(others)
+        best = max(found[ego, other] for ego in (str(folders[f"best with {name}"]), *SCRIPTS))
+        bounds[name] = found["RAND", other], best
 
     print("| | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
     for label, place in (("random actions", 0), ("best response", 1)):

@@ -342,8 +342,8 @@ class EpisodeRunner:
             return []
         return self.player.goals(self.env, int(self.team.learner_seats[0, 0]))
 
-    def selection(self, matches=slice(64)):
-        """The recorded episodes of some matches, cut to the longest, with their lengths and the others' policies."""
+    def selection(self, matches=slice(None)):
+        """The recorded episodes of these matches, cut to the longest, with their lengths and the others' policies."""
         lengths = self.lengths[matches]
         rows = int(lengths.max()) + 1
         episodes = {name: values[:rows, matches] for name, values in self.episodes.items()}
