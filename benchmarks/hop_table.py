@@ -4,10 +4,10 @@ python benchmarks/hop_table.py --cuda
 python benchmarks/hop_table.py --env-id stag_hunt_4x4 --timesteps 15000 --sims 50 --trees 3 --episodes 32
 python benchmarks/hop_table.py --speed --cuda
 
-HOP and direct-OM learn by self-play and are then tested, without further updates of their networks, in encounters with
-co-players they have not met: random ones, cooperators (NS), defectors (NH), and learned ones, IPPO with its own reward
-and IPPO with the team's. A score of 1 is the return of a best response, the best of IPPO trained among these co-players
-and the scripts; 0 is that of random actions.
+HOP and direct-OM learn by self-play. They are tested in encounters with co-players they have not met, as they are and
+again after they have learned among these for a few steps (--adapt): random ones, cooperators (NS), defectors (NH), and
+learned ones, IPPO with its own reward and IPPO with the team's. A score of 1 is the return of a best response: the best
+of IPPO and IQL trained among these co-players, the scripts, and the co-players themselves; 0 is that of random actions.
 """
 
 import json
@@ -30,6 +30,7 @@ from envs.episodes import Inputs  # noqa: E402
 
 SCRIPTS = ("RAND", "NS", "NH")
 METHODS = {"HOP": (), "direct-OM": ("--no-goals",)}
+RESPONSES = ("ippo", "iql")  # which learn to respond to the co-players
 NOTES = {  # what the notes have for the same columns, on 8 x 8; ours has no LOLA (HOP .97, direct-OM .64)
     "HOP": {"IPPO": 0.80, "prosocial IPPO": 0.93, "RAND": 0.96, "NS": 0.74, "NH": 0.51},
     "direct-OM": {"IPPO": 0.57, "prosocial IPPO": 0.79, "RAND": 0.91, "NS": 0.56, "NH": 0.44},
@@ -43,6 +44,7 @@ class Args:
     seeds: int = 1  # runs of each method
     jobs: int = 8  # runs at a time
     timesteps: int = 400_000  # steps of HOP's and direct-OM's self-play
+    adapt: int = 2400  # steps for which they learn among the co-players before they are tested again
     learned_timesteps: int | None = None  # steps of learned co-players and best responses (default: 20 million, CPU 1)
     sims: int = 200  # simulations of a tree
     trees: int = 5  # trees of a decision
@@ -150,40 +152,56 @@ def main(args):
             options = ("--env-id", args.env_id, "--seed", str(seed), *steps, *search, *options)
             jobs[f"{method} {seed}"] = "hop", options, None
     for name in NOTES["HOP"]:
-        jobs[f"best with {name}"] = "ippo", ("--env-id", args.env_id, *learned), name
+        for script in RESPONSES:
+            jobs[f"{script} with {name}"] = script, ("--env-id", args.env_id, *learned), name
     folders = run_all(args, jobs)
     columns = {name: str(folders.get(name, name)) for name in NOTES["HOP"]}
     print(f"{time.time() - started:.0f} s: all are trained", flush=True)
 
-    egos = {name: str(folder) for name, folder in folders.items() if name.split()[0] in METHODS}
-    tests = []  # each in its own process: a single one leaves most of the GPU idle
+    egos = {name: folder for name, folder in folders.items() if name.split()[0] in METHODS}
+    few = ("--total-timesteps", str(args.adapt), "--eval-interval", str(args.adapt), "--num-envs", "16")
+    few += ("--final-eval-episodes", "16", "--encounter", str(args.encounter), "--batch-size", "256", *search)
+    jobs = {}
+    for name, other in columns.items():
+        for ego, folder in egos.items():
+            options = ("--env-id", args.env_id, *METHODS[ego.split()[0]], "--init", str(folder), *few)
+            jobs[f"{ego} adapted to {name}"] = "hop", options, other
+    folders |= run_all(args, jobs)
+    print(f"{time.time() - started:.0f} s: they have adapted", flush=True)
+
+    tests, bounding = [], {}  # each in its own process: a single one leaves most of the GPU idle
     for number, (name, other) in enumerate(columns.items()):
-        tests.append(([str(folders[f"best with {name}"]), *SCRIPTS], other, 2048, 1, f"bounds_{number}"))
-        for method, ego in egos.items():
-            tests.append(([ego], other, args.episodes, args.encounter, f"{method.replace(' ', '_')}_{number}"))
+        bounding[name] = {*SCRIPTS, other, *(str(folders[f"{script} with {name}"]) for script in RESPONSES)}
+        tests.append((sorted(bounding[name]), other, 2048, 1, f"bounds_{number}"))
+        for ego in egos:
+            pair = [str(folders[ego]), str(folders[f"{ego} adapted to {name}"])]
+            tests.append((pair, other, args.episodes, args.encounter, f"{ego.replace(' ', '_')}_{number}"))
     found = {}
     with ThreadPoolExecutor(args.jobs) as pool:
         for part in pool.map(lambda test: returns(args, *test), tests):
             found |= part
     bounds = {}
     for name, other in columns.items():
-        best = max(found[ego, other] for ego in (str(folders[f"best with {name}"]), *SCRIPTS))
-        bounds[name] = found["RAND", other], best
+        bounds[name] = found["RAND", other], max(found[ego, other] for ego in bounding[name])
 
     print("| | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
     for label, place in (("random actions", 0), ("best response", 1)):
         print(f"| {label}, return | " + " | ".join(f"{bounds[name][place]:.2f}" for name in columns) + " |")
     for method in METHODS:
-        mine = [ego for name, ego in egos.items() if name.split()[0] == method]
-        earned = {name: sum(found[ego, other] for ego in mine) / len(mine) for name, other in columns.items()}
-        print(f"| {method}, return | " + " | ".join(f"{earned[name]:.2f}" for name in columns) + " |")
-        scores = [(earned[name] - bounds[name][0]) / (bounds[name][1] - bounds[name][0]) for name in columns]
-        print(f"| {method} | " + " | ".join(f"{score:.2f}" for score in scores) + " |")
+        mine = [ego for ego in egos if ego.split()[0] == method]
+        for label, suffix in ((method, ""), (f"{method} after {args.adapt:,} steps", " adapted to ")):
+            earned, scores = [], []
+            for name, (low, high) in bounds.items():
+                tested = [folders[ego + (suffix and suffix + name)] for ego in mine]
+                earned.append(sum(found[str(folder), columns[name]] for folder in tested) / len(tested))
+                scores.append((earned[-1] - low) / (high - low))
+            print(f"| {label}, return | " + " | ".join(f"{value:.2f}" for value in earned) + " |")
+            print(f"| {label} | " + " | ".join(f"{value:.2f}" for value in scores) + " |")
         print(f"| {method}, notes | " + " | ".join(f"{NOTES[method][name]:.2f}" for name in columns) + " |")
     print(f"{time.time() - started:.0f} s")
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    runs.check_ranges(args, positive="seeds jobs timesteps learned_timesteps trees episodes encounter planners")
+    runs.check_ranges(args, positive="seeds jobs timesteps adapt learned_timesteps trees episodes encounter planners")
     speed(args) if args.speed else main(args)
