@@ -57,15 +57,14 @@ class Args:
     sims: int = 200  # simulations of a tree for a decision; 0: the network's policy without a search
     trees: int = 5  # trees of a decision, each with goals of the others drawn from the belief
     train_sims: int | None = None  # simulations of a tree in training matches (default: a quarter of sims)
-    train_trees: int | None = None  # trees in training matches (default: as trees)
     depth: int = 12  # levels of a tree at most
     c_puct: float | None = None  # weight of the prior in the search (default: 1, snowdrift 15)
     node_value: bool = True  # whether Q of an action starts at the value of its node, or (--no-node-value) at 0
     q_temperature: float | None = None  # factor of Q in the softmax that is the policy (default: 10, snowdrift 2)
-    end_q_temperature: float | None = None  # what it has become at the end of the run (default: the same)
     goals: bool = True  # whether the others' actions depend on goals, or (--no-goals) not: direct-OM
     intra_belief: bool = True  # whether beliefs follow the others' actions within a match
     inter_belief: bool = True  # whether the matches of an encounter count for the prior belief of the next
+    commit: float = 0.25  # share of the learners that pursue one goal and nothing else for a training match
     belief_decay: float | None = None  # what a match counts after another one (default: 0.995, snowdrift 0.98)
     half: bool = True  # whether the networks search in bfloat16 on the GPU
     planners: int | None = None  # decisions searched at a time at most (default: 1024 on the GPU, 128 on the CPU)
@@ -73,6 +72,7 @@ class Args:
     gamma: float = 0.95  # discount factor
     batch_size: int | None = None  # decisions in an update (default: 1024 on the GPU, 256 on the CPU)
     update_epochs: int = 15  # passes over the decisions of a round
+    symmetries: bool = True  # whether updates see the grids of observations turned and mirrored at random
     max_grad_norm: float = 10.0  # the norm to which gradients are clipped
     channels: tuple[int, ...] = (16, 32, 32)  # of the convolutions
     hidden_dim: int | None = None  # units of the layer behind them (default: 512 on the GPU, 128 on the CPU)
@@ -92,7 +92,7 @@ from envs.metrics import masked_mean  # noqa: E402
 from envs.team import Team  # noqa: E402
 
 # recorded for learning and `analyse`, besides reward and seat
-FIELDS = ("all_obs", "all_avail", "all_alive", "all_action", "search_policy", "belief")
+FIELDS = ("all_obs", "all_avail", "all_alive", "all_action", "search_policy", "belief", "own_goal")
 SURPRISE = 0.02  # share of random actions that Bayes' rule allows for: no action rules out a goal
 VISIT_EXPONENT = 1.5  # with a single tree the policy is visits to this power
 
@@ -102,9 +102,9 @@ def check_args(args):
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit encounter trees "
-        "train_trees depth planners batch_size update_epochs hidden_dim learning_rate max_grad_norm channels gamma",
-        fractions="gamma belief_decay teammate_epsilon checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval sims train_sims c_puct q_temperature end_q_temperature",
+        "depth planners batch_size update_epochs hidden_dim learning_rate max_grad_norm channels gamma",
+        fractions="gamma belief_decay commit teammate_epsilon checkpoint_at",
+        non_negative="seed checkpoint_interval log_interval sims train_sims c_puct q_temperature",
     )
     runs.resolve_device(args)
     if not envs.is_simulated(args.env_id):
@@ -116,10 +116,9 @@ def check_args(args):
         sizes = {"num_envs": 256, "total_timesteps": 400_000, "planners": 1024, "batch_size": 1024, "hidden_dim": 512}
     snowdrift = args.env_id.startswith("snowdrift")
     names, values = ("c_puct", "belief_decay", "q_temperature"), (15.0, 0.98, 2.0) if snowdrift else (1.0, 0.995, 10.0)
-    sizes |= dict(zip(names, values)) | {"train_sims": -(-args.sims // 4), "train_trees": args.trees}
+    sizes |= dict(zip(names, values)) | {"train_sims": -(-args.sims // 4)}
     runs.fill_in(args, sizes)
-    later = {"eval_interval": max(args.total_timesteps // 5, 1), "end_q_temperature": args.q_temperature}
-    runs.fill_in(args, later)
+    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 5, 1)})
 
 
 def make_env(args, num_envs, device, purpose):
@@ -172,27 +171,18 @@ class Network(nn.Module):
             self.head.weight *= 0.1  # policies start almost uniform, values almost zero
         self.to(env.device, memory_format=torch.channels_last)
 
-    def features(self, obs, time):
-        """(rows, obs_dim), (rows,) -> (rows, hidden), to which a goal adds"""
+    def forward(self, obs, time, goal=None):
+        """(rows, obs_dim), (rows,), (rows,) -> (rows, outputs); without goal, for each one (rows, goals, outputs)"""
         x = obs.to(self.fc.weight.dtype)
         if self.grid is not None:
             x = x[:, : self.grid[0] * self.grid[1] * self.grid[2]].unflatten(1, self.grid)
             x = F.pad(x, (0, round_up(self.grid[2], 8) - self.grid[2])).permute(0, 3, 1, 2)  # channels last in memory
             x = self.trunk(x).permute(0, 2, 3, 1).flatten(1)
-        return self.fc(x) + self.time(time.to(x.dtype).unsqueeze(1))
-
-    def forward(self, obs, time, goal=None):
-        """goal (rows,) or None -> outputs (rows, outputs) in single precision"""
-        x = self.features(obs, time)
-        if self.goal is not None:
+        x = self.fc(x) + self.time(time.to(x.dtype).unsqueeze(1))
+        if goal is None:
+            x = x.unsqueeze(1) + (0 if self.goal is None else self.goal.weight.T)
+        elif self.goal is not None:
             x = x + self.goal(one_hot(goal, self.goal.in_features).to(x.dtype))
-        return self.head(F.relu(x)).float()
-
-    def with_every_goal(self, obs, time):
-        """-> (rows, goals, outputs)"""
-        x = self.features(obs, time).unsqueeze(1)
-        if self.goal is not None:
-            x = x + self.goal.weight.T
         return self.head(F.relu(x)).float()
 
 
@@ -209,6 +199,12 @@ def gumbel(like):
     return -torch.log(-torch.log(torch.rand_like(like).clamp(1e-20, 1 - 1e-7)))
 
 
+def counted_reward(env, reward, reached, own_goal):
+    """What counts for learners: their reward or, for who pursues a goal, whether it reaches that one or another."""
+    paid = torch.where(reached == own_goal, 0.5, -0.5) * (reached >= 0) * env.return_scale
+    return torch.where(own_goal >= 0, paid, reward)
+
+
 # ALGO LOGIC: the search
 class Search:
     """Trees for so many decisions at a time. In a tree the others' goals are fixed, and so are their actions in every
@@ -216,10 +212,10 @@ class Search:
     gets one node, number `count`, in the same kernels. The last node is a place for what is to be forgotten.
     """
 
-    def __init__(self, args, env, agents, model, planners, sims, trees):
-        self.args, self.agents, self.model, self.sims, self.trees = args, agents, model, sims, trees
-        self.env = env.fork(planners * trees)  # where simulations take place
-        count, nodes, device = planners * trees, sims + 2, env.device
+    def __init__(self, args, env, agents, model, planners, sims):
+        self.args, self.agents, self.model, self.sims, self.trees = args, agents, model, sims, args.trees
+        count, nodes, device = planners * args.trees, sims + 2, env.device
+        self.env = env.fork(count)  # where simulations take place
         self.states = {
             name: values.new_zeros((nodes, *values.shape)) for name, values in self.env.match_state().items()
         }
@@ -237,17 +233,20 @@ class Search:
         self.others_log_probs = zeros(*shape, env.n_agents - 1, env.n_actions)
         self.count = zeros(1, 1, dtype=torch.long)
         self.seat, self.others = zeros(count, 1, dtype=torch.long), zeros(count, env.n_agents - 1, dtype=torch.long)
-        self.goal = torch.zeros_like(self.others)
+        self.goal, self.own_goal = torch.zeros_like(self.others), torch.full_like(self.seat, -1)
         self.tree = torch.arange(count, device=device)
         self.levels = torch.arange(args.depth + 1, device=device).unsqueeze(1)
         self.graphed_simulate = Graphed(self.simulate, device)
 
-    def plan(self, env, match, seat, log_belief, q_temperature):
-        """Searches from matches (planners,) of `env` for their seats (planners,), with beliefs (planners, agents,
-        goals); returns the policy and, where an action is available, its Q (planners, actions).
+    def plan(self, env, match, seat, own_goal, log_belief):
+        """Searches from matches (planners,) of `env` for their seats (planners,), with goals of their own (planners,),
+        -1 for none, and beliefs (planners, agents, goals); returns the policy and, where an action is available, its Q
+        (planners, actions).
         """
-        match, seat, log_belief = (x.repeat_interleave(self.trees, 0) for x in (match, seat, log_belief))
+        roots = match, seat, own_goal, log_belief
+        match, seat, own_goal, log_belief = (x.repeat_interleave(self.trees, 0) for x in roots)
         self.seat.copy_(seat.unsqueeze(1))
+        self.own_goal.copy_(own_goal.unsqueeze(1))
         agents = torch.arange(1, env.n_agents, device=seat.device)
         self.others.copy_((self.seat + agents) % env.n_agents)
         log_belief = log_belief.gather(1, self.others.unsqueeze(-1).expand(-1, -1, log_belief.shape[-1]))
@@ -260,9 +259,9 @@ class Search:
         self.count += 1
         for _ in range(self.sims):
             self.graphed_simulate()
-        return self.result(q_temperature)
+        return self.result()
 
-    def result(self, q_temperature):
+    def result(self):
         total, visits, prior = (x[0].unflatten(0, (-1, self.trees)) for x in (self.total, self.visits, self.prior))
         unavailable = prior[:, 0] < 0
         value = self.value[0].view(-1, self.trees, 1) * self.args.node_value
@@ -272,7 +271,7 @@ class Search:
         elif self.trees == 1:
             policy = visits[:, 0].pow(VISIT_EXPONENT)
         else:
-            policy = F.softmax(q_temperature * q, -1)
+            policy = F.softmax(self.args.q_temperature * q, -1)
         return policy / policy.sum(-1, keepdim=True), q
 
     def add_node(self, level, earned, over):
@@ -280,7 +279,7 @@ class Search:
         env, rows = self.env, self.tree.unsqueeze(1) * self.env.n_agents
         obs, avail, time = env.obs.flatten(0, 1), env.info["avail"].flatten(0, 1), env.steps / env.match_limit
         own, others = (rows + self.seat).flatten(), (rows + self.others).flatten()
-        output, own_avail = self.agents(obs[own], time), avail[own]
+        output, own_avail = self.agents(obs[own], time, self.own_goal.flatten()), avail[own]
         prior = log_softmax(output[:, :-1], own_avail).exp().masked_fill(~own_avail, -1.0)
         output_scale = torch.where(over, 0.0, env.return_scale)
         others_time = time.unsqueeze(1).expand_as(self.others).flatten()
@@ -299,20 +298,16 @@ class Search:
         values = values.reshape(1, -1)
         array.view(len(array), -1).scatter_(0, self.count.expand_as(values), values)
 
-    def at(self, array, node):
-        """(levels, trees): array[node[i, t], t]"""
-        return array.gather(0, node)
-
     def simulate(self):
         """One simulation of every tree: descend, step, add a node, back up."""
         args, env = self.args, self.env
         path = [torch.zeros_like(self.next[:1])]
         for _ in range(args.depth):
-            child = self.at(self.next, path[-1])
+            child = self.next.gather(0, path[-1])
             path.append(torch.where(child > 0, child, path[-1]))
         leaf, path = path[-1], torch.cat(path)
-        action, level, earned = self.at(self.best, leaf), self.at(self.level, leaf), self.at(self.earned, leaf)
-        expands = ~self.at(self.over, leaf) & (level < args.depth)
+        action, level, earned = self.best.gather(0, leaf), self.level.gather(0, leaf), self.earned.gather(0, leaf)
+        expands = ~self.over.gather(0, leaf) & (level < args.depth)
         # step
         row = (leaf * len(self.tree) + self.tree).flatten()
         env.load(self.flat_states, row, look=False)
@@ -320,18 +315,22 @@ class Search:
         env.actions.scatter_(1, self.seat, action.T)
         env.actions.scatter_(1, self.others, (log_probs + gumbel(log_probs)).argmax(-1))
         _, reward, terminated, truncated, info = env.step(env.actions)
-        over = ~info["alive"].gather(1, self.seat).T | terminated | truncated
-        earned = earned + args.gamma**level * reward.gather(1, self.seat).T
+        ended, left, reward = terminated | truncated, ~info["alive"].gather(1, self.seat), reward.gather(1, self.seat)
+        if env.goals:
+            reached = env.goal_reached(action.T, left, ended.unsqueeze(1))
+            reward = counted_reward(env, reward, reached, self.own_goal)
+        over = left.T | ended
+        earned = earned + args.gamma**level * reward.T
         self.add_node(level + 1, earned, over)
         # back up: what each edge on the path was followed by
         end = torch.where(expands, self.count, leaf)
-        last, value, earned = self.at(self.level, end), self.at(self.value, end), self.at(self.earned, end)
+        last, value, earned = self.level.gather(0, end), self.value.gather(0, end), self.earned.gather(0, end)
         steps = self.levels
-        follows = (earned - self.at(self.earned, path)) / args.gamma**steps + args.gamma ** (last - steps) * value
+        follows = (earned - self.earned.gather(0, path)) / args.gamma**steps + args.gamma ** (last - steps) * value
         node = torch.where(steps <= level, path, self.sims + 1)
         node = torch.cat((node, self.count.expand_as(leaf)))  # (levels + 1, trees): the new one as well
         taken = F.pad(steps < last, (0, 0, 0, 1)).unsqueeze(-1)
-        edge = one_hot(self.at(self.best, node), env.n_actions) & taken
+        edge = one_hot(self.best.gather(0, node), env.n_actions) & taken
         nodes = node.unsqueeze(-1).expand_as(edge)
         total = self.total.gather(0, nodes) + torch.where(edge, F.pad(follows, (0, 0, 0, 1)).unsqueeze(-1), 0.0)
         visits, prior = self.visits.gather(0, nodes) + edge, self.prior.gather(0, nodes)
@@ -339,7 +338,7 @@ class Search:
         child = torch.where(new_edge, self.count.unsqueeze(-1), self.child.gather(0, nodes))
         # where to go from these nodes the next time
         exploration = args.c_puct * (1 + visits.sum(-1, keepdim=True)).sqrt() * prior
-        first = self.at(self.value, node).unsqueeze(-1) * args.node_value  # as if it had been visited once
+        first = self.value.gather(0, node).unsqueeze(-1) * args.node_value  # as if it had been visited once
         score = ((total + first + exploration) / (1 + visits)).masked_fill(prior < 0, -torch.inf)
         best = score.argmax(-1, keepdim=True)
         for array, values in ((self.total, total), (self.visits, visits), (self.child, child)):
@@ -356,10 +355,8 @@ class Player:
     own_graphs = True
 
     def __init__(self, learner, env, seats, explore=False):
-        self.learner, self.env, self.explore = learner, env, explore
-        self.args = args = learner.args
-        self.sizes = (args.train_sims, args.train_trees) if explore else (args.sims, args.trees)
-        self.q_temperature = args.q_temperature
+        self.learner, self.env, self.explore, self.args = learner, env, explore, learner.args
+        self.sims = self.args.train_sims if explore else self.args.sims
         self.searches = {}  # by the number of decisions
         self.fast = [copy.deepcopy(network) for network in learner.networks().values()] if learner.half else None
         for network in self.fast or ():
@@ -373,6 +370,7 @@ class Player:
         self.running, self.reached = self.alive[:, 0].clone(), torch.full_like(self.alive, -1, dtype=torch.long)
         policy = torch.zeros(*seats.shape, env.n_actions, device=env.device)
         self.outputs = {"search_policy": policy, "belief": torch.zeros_like(self.counts)}
+        self.outputs["own_goal"] = torch.full_like(seats, -1)  # that a learner pursues, -1: it plays for its reward
         self.memory = {"counts": self.counts}
         self.forget()
 
@@ -385,14 +383,19 @@ class Player:
         self.log_belief.copy_(torch.where(mask.view(-1, 1, 1), prior, self.log_belief))
         self.reached.masked_fill_(mask.unsqueeze(1), -1)
         self.running |= mask
+        own_goal, device = self.outputs["own_goal"], mask.device
+        if self.explore and self.env.goals and own_goal.shape[1] > 1:  # in a match one goal, which none to all pursue
+            goal = torch.randint(len(self.env.goals), (len(mask), 1), device=device)
+            chance = 2 * self.args.commit * torch.rand(len(mask), 1, device=device)
+            drawn = torch.where(torch.rand(own_goal.shape, device=device) < chance, goal, -1)
+            own_goal.copy_(torch.where(mask.unsqueeze(1), drawn, own_goal))
 
     # ALGO LOGIC: beliefs
     def update_belief(self, last_action):
         """Bayes' rule, within a match: the goals that made the others' last actions likely become more so."""
-        log_probs = self.log_probs.gather(
-            -1, last_action.clamp(min=0)[..., None, None].expand(-1, -1, self.learner.goals, 1)
-        )
-        likelihood = torch.log((1 - SURPRISE) * log_probs.squeeze(-1).exp() + SURPRISE / self.env.n_actions)
+        action = last_action.clamp(min=0)[..., None, None].expand(-1, -1, self.learner.goals, 1)
+        probability = self.log_probs.gather(-1, action).squeeze(-1).exp()
+        likelihood = torch.log((1 - SURPRISE) * probability + SURPRISE / self.env.n_actions)
         acted = (self.alive & (last_action >= 0)).unsqueeze(-1)
         self.log_belief.copy_(F.log_softmax(self.log_belief + torch.where(acted, likelihood, 0.0), -1))
 
@@ -417,7 +420,7 @@ class Player:
             self.update_belief(inputs.all_last_action)
         obs, avail, alive = env.obs[match], env.info["avail"][match], env.info["alive"][match]
         time = (env.steps[match] / env.match_limit).repeat_interleave(env.n_agents)
-        logits = model.with_every_goal(obs.flatten(0, 1), time).unflatten(0, alive.shape)
+        logits = model(obs.flatten(0, 1), time).unflatten(0, alive.shape)
         self.log_probs.copy_(log_softmax(logits, avail.unsqueeze(2)))
         self.alive.copy_(alive)
         plays = alive.gather(1, inputs.seat)
@@ -428,10 +431,11 @@ class Player:
         for chosen in decisions.split(self.args.planners) if len(decisions) else ():
             size = min(max(1 << (len(chosen) - 1).bit_length(), 8), self.args.planners)
             if size not in self.searches:
-                self.searches[size] = Search(self.args, env, agents, model, size, *self.sizes)
+                self.searches[size] = Search(self.args, env, agents, model, size, self.sims)
             rows = F.pad(chosen, (0, size - len(chosen)), value=0)
             place, seat = rows // plays.shape[1], inputs.seat.flatten()[rows]
-            found, _ = self.searches[size].plan(env, match[place], seat, self.log_belief[place], self.q_temperature)
+            own_goal, belief = self.outputs["own_goal"].flatten()[rows], self.log_belief[place]
+            found, _ = self.searches[size].plan(env, match[place], seat, own_goal, belief)
             policy.flatten(0, 1)[chosen] = found[: len(chosen)]
         self.outputs["search_policy"].copy_(policy)
         self.outputs["belief"].copy_(self.log_belief.exp())
@@ -458,7 +462,7 @@ class Learner:
         self.updates = 0
         self.goals = len(env.goals) if args.goals else 1
         self.half = args.half and env.device.type == "cuda"
-        self.agents = Network(args, env, env.n_actions + 1)  # logits and a value, in units of env.return_scale
+        self.agents = Network(args, env, env.n_actions + 1, len(env.goals))  # logits, a value in units of return_scale
         self.model = Network(args, env, env.n_actions, self.goals)
         self.parameters = [*self.agents.parameters(), *self.model.parameters()]
         # fused, so that an update that is not finite can be skipped without waiting for the device
@@ -480,24 +484,27 @@ class Learner:
         running = (step < lengths).unsqueeze(-1)  # (rows, matches, 1)
         before, after = alive[:rows] & running, alive[1 : rows + 1]
         action, seat = episodes["all_action"][:rows], episodes["seat"][0].expand(rows, -1, -1)
-        goal = torch.zeros_like(action)
-        if self.args.goals:
+        goal, reward = torch.zeros_like(action), episodes["reward"][:rows]
+        if self.env.goals:
             over = (step == lengths - 1).unsqueeze(-1)
-            goal = torch.where(before, self.env.goal_reached(action, before & ~after, over), -1)
+            reached = torch.where(before, self.env.goal_reached(action, before & ~after, over), -1)
+            reward = counted_reward(self.env, reward, reached.gather(-1, seat), episodes["own_goal"][:rows])
+        if self.args.goals:
+            goal = reached
             for t in reversed(range(rows - 1)):
                 goal[t] = torch.where(goal[t] >= 0, goal[t], goal[t + 1])
         is_other = torch.ones_like(before)
         if seat.shape[-1] == 1:  # a single learner models everybody but itself
             is_other.scatter_(-1, seat, False)
         plays = before.gather(-1, seat)
-        target = torch.where(plays, episodes["reward"][:rows], 0.0)
+        target = torch.where(plays, reward, 0.0)
         for t in reversed(range(rows - 1)):
             target[t] += self.args.gamma * target[t + 1]
         time = (step / self.env.match_limit).unsqueeze(-1).expand_as(action)
         return {
             "obs": episodes["all_obs"][:rows], "avail": episodes["all_avail"][:rows], "time": time, "action": action,
             "goal": goal, "policy": episodes["search_policy"][:rows], "target": target, "seat": seat, "plays": plays,
-            "acts": before & is_other & (goal >= 0),
+            "own_goal": episodes["own_goal"][:rows], "acts": before & is_other & (goal >= 0),
         }  # fmt: skip
 
     def learn(self, episodes, lengths):
@@ -507,35 +514,34 @@ class Learner:
         first = torch.arange(0, samples["goal"].numel(), self.env.n_agents, device=device)  # agent 0 of every match
         agent = (first.view(*samples["seat"].shape[:2], 1) + samples["seat"]).flatten()
         flat = {name: values.flatten(0, 2) for name, values in samples.items()}
-        flat["known"] = torch.ones_like(flat["time"]) if len(acts) else torch.zeros_like(flat["time"])
         acts = acts if len(acts) else plays
         for _ in range(self.args.update_epochs):
             orders = [torch.randperm(len(rows)).to(device) for rows in (plays, acts)]
             for start in range(0, len(plays), size):
                 place = torch.arange(start, start + size, device=device)
                 own, other = (rows[order[place % len(rows)]] for rows, order in zip((plays, acts), orders))
-                for rows, prefix, names in (
-                    (own, "", ("policy", "target")),
-                    (agent[own], "", ("obs", "avail", "time")),
-                    (other, "other_", ("obs", "avail", "time", "action", "goal", "known")),
-                ):
-                    for name in names:
-                        values = flat[name].index_select(0, rows)
-                        # all batches use the same memory, so that an update can be replayed
-                        self.batch.setdefault(prefix + name, torch.empty_like(values)).copy_(values)
+                batch = {name: flat[name][own] for name in ("policy", "target", "own_goal")}
+                batch |= {name: flat[name][agent[own]] for name in ("obs", "avail", "time")}
+                others = {name: flat[name][other] for name in ("obs", "avail", "time", "action", "goal", "acts")}
+                if self.args.symmetries and self.env.grid:
+                    self.env.turn(batch)
+                    self.env.turn(others)
+                batch |= {f"other_{name}": values for name, values in others.items()}
+                for name, values in batch.items():  # all use the same memory, so that an update can be replayed
+                    self.batch.setdefault(name, torch.empty_like(values)).copy_(values)
                 self.graphed_update(self.batch)
                 self.updates += 1
 
     # ALGO LOGIC: the loss
     def loss(self, batch):
         """The loss of a batch of decisions and of others' actions, and a dictionary of values to log."""
-        output = self.agents(batch["obs"], batch["time"])
+        output = self.agents(batch["obs"], batch["time"], batch["own_goal"])
         log_probs = log_softmax(output[:, :-1], batch["avail"])
         policy_loss = -(batch["policy"] * log_probs).sum(-1).mean()
         value_loss = (output[:, -1] - batch["target"] / self.env.return_scale).square().mean()
         log_probs = self.other_log_probs(*(batch[f"other_{name}"] for name in ("obs", "time", "goal", "avail")))
         taken = one_hot(batch["other_action"], self.env.n_actions)
-        model_loss = -(torch.where(taken, log_probs, 0.0).sum(-1) * batch["other_known"]).mean()
+        model_loss = -(torch.where(taken, log_probs, 0.0).sum(-1) * batch["other_acts"]).mean()
         entropy = -(batch["policy"] * batch["policy"].clamp(min=1e-9).log()).sum(-1).mean()
         logs = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "om/loss": model_loss}
         logs["losses/entropy"] = entropy
@@ -597,8 +603,6 @@ if __name__ == "__main__":
     with runs.Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():
             # ALGO LOGIC: play a round of matches, learn from its decisions
-            progress = min(run.steps / args.total_timesteps, 1)
-            player.q_temperature = args.q_temperature + progress * (args.end_q_temperature - args.q_temperature)
             returns, lengths, won, valid = runner.play()
             steps, episodes = int(lengths.sum()), int(valid.sum())
             learner.learn(runner.episodes, lengths)

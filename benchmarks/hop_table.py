@@ -31,7 +31,7 @@ from envs.episodes import Inputs  # noqa: E402
 SCRIPTS = ("RAND", "NS", "NH")
 METHODS = {"HOP": (), "direct-OM": ("--no-goals",)}
 RESPONSES = ("ippo", "iql")  # which learn to respond to the co-players
-NOTES = {  # what the notes have for the same columns, on 8 x 8; ours has no LOLA (HOP .97, direct-OM .64)
+PUBLISHED = {  # the same columns on 8 x 8; ours has no LOLA (HOP .97, direct-OM .64)
     "HOP": {"IPPO": 0.80, "prosocial IPPO": 0.93, "RAND": 0.96, "NS": 0.74, "NH": 0.51},
     "direct-OM": {"IPPO": 0.57, "prosocial IPPO": 0.79, "RAND": 0.91, "NS": 0.56, "NH": 0.44},
 }
@@ -151,16 +151,17 @@ def main(args):
             steps = ("--total-timesteps", str(args.timesteps), "--eval-interval", str(args.timesteps))
             options = ("--env-id", args.env_id, "--seed", str(seed), *steps, *search, *options)
             jobs[f"{method} {seed}"] = "hop", options, None
-    for name in NOTES["HOP"]:
+    for name in PUBLISHED["HOP"]:
         for script in RESPONSES:
             jobs[f"{script} with {name}"] = script, ("--env-id", args.env_id, *learned), name
     folders = run_all(args, jobs)
-    columns = {name: str(folders.get(name, name)) for name in NOTES["HOP"]}
+    columns = {name: str(folders.get(name, name)) for name in PUBLISHED["HOP"]}
     print(f"{time.time() - started:.0f} s: all are trained", flush=True)
 
     egos = {name: folder for name, folder in folders.items() if name.split()[0] in METHODS}
-    few = ("--total-timesteps", str(args.adapt), "--eval-interval", str(args.adapt), "--num-envs", "16")
-    few += ("--final-eval-episodes", "16", "--encounter", str(args.encounter), "--batch-size", "256", *search)
+    few = ("--total-timesteps", str(args.adapt), "--num-envs", "16", "--batch-size", "256", *search)
+    few += ("--encounter", str(args.encounter), "--eval-interval", str(10 * args.adapt))
+    few += ("--eval-episodes", "1", "--final-eval-episodes", "1")  # they are tested below
     jobs = {}
     for name, other in columns.items():
         for ego, folder in egos.items():
@@ -197,7 +198,7 @@ def main(args):
                 scores.append((earned[-1] - low) / (high - low))
             print(f"| {label}, return | " + " | ".join(f"{value:.2f}" for value in earned) + " |")
             print(f"| {label} | " + " | ".join(f"{value:.2f}" for value in scores) + " |")
-        print(f"| {method}, notes | " + " | ".join(f"{NOTES[method][name]:.2f}" for name in columns) + " |")
+        print(f"| {method}, published | " + " | ".join(f"{PUBLISHED[method][name]:.2f}" for name in columns) + " |")
     print(f"{time.time() - started:.0f} s")
 
 

@@ -288,7 +288,7 @@ class Batch:
     ranges: ClassVar = {}  # (least, most) of tensors of the simulation by name: numbers, or tensors that broadcast
     match_axis: ClassVar = {}  # which axis of a tensor of the simulation is that of the matches, where it is not 0
     goals = ()  # what an agent may want to reach, by name, where the environment has a `goal_reached`
-    grid = None  # (rows, columns, channels), where observations begin with such a grid, row by row
+    grid = None  # (rows, columns, channels), where observations begin with such a grid; actions 0 to 3 are moves then
 
     def __new__(cls, name, num_envs=1, *arguments, **options):
         batch = super().__new__(cls)
@@ -528,6 +528,36 @@ class Batch:
                 raise ValueError(f"the snapshot does not fit: {key}[{index}] is true, but not in its simulation")
         self._started = True
         return self._shown()
+
+    @functools.cached_property
+    def grid_symmetries(self):
+        """Ways to turn and mirror grids: the cell that each cell comes from (ways, cells), what each action becomes
+        (ways, actions), and which action becomes it. Actions 0 to 3 are up, down, left and right.
+        """
+        rows, columns, _ = self.grid
+        cells, actions = [torch.arange(rows * columns).view(rows, columns)], [torch.arange(self.n_actions)]
+        changes = [(lambda grid: grid.flip(0), (1, 0, 2, 3)), (lambda grid: grid.flip(1), (0, 1, 3, 2))]
+        if rows == columns:
+            changes.append((lambda grid: grid.T, (2, 3, 0, 1)))
+        for change, moves in changes:
+            cells += [change(grid) for grid in cells]
+            actions += [torch.tensor((*moves, *range(4, self.n_actions)))[action] for action in actions]
+        cells, actions = torch.stack(cells).flatten(1), torch.stack(actions)
+        return cells.to(self.device), actions.to(self.device), actions.argsort(1).to(self.device)
+
+    def turn(self, values):
+        """Turns or mirrors each row of observations at random, with its actions, in place: `values` may have `obs`
+        (rows, obs_dim), of which only the grid is turned, `action` (rows,), `avail` and `policy` (rows, actions).
+        """
+        cells, becomes, comes_from = self.grid_symmetries
+        way = torch.randint(len(cells), (len(values["obs"]),)).to(self.device)
+        grid = values["obs"][:, : math.prod(self.grid)].unflatten(1, (cells.shape[1], -1))
+        grid.copy_(grid.gather(1, cells[way].unsqueeze(-1).expand_as(grid)))
+        for name in ("avail", "policy"):
+            if name in values:
+                values[name].copy_(values[name].gather(1, comes_from[way]))
+        if "action" in values:
+            values["action"].copy_(becomes[way, values["action"]])
 
     def fork(self, num_envs):
         """Another batch of such matches, without autoreset and encounters, for `load`: to look ahead in single ones."""

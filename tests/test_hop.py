@@ -1,6 +1,7 @@
 """hop.py: trees against plain loops, beliefs, what is learned from a round, runs; copies of single matches."""
 
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -45,8 +46,8 @@ class Guess:
         self.weight = torch.randn((env.obs_dim, outputs), generator=random).to(env.device)
         self.of_goal = torch.randn((goals, outputs), generator=random).to(env.device)
 
-    def __call__(self, obs, time, goal=None):
-        return obs @ self.weight + time.unsqueeze(1) + (0 if goal is None else self.of_goal[goal])
+    def __call__(self, obs, time, goal):
+        return obs @ self.weight + time.unsqueeze(1) + torch.where(goal >= 0, self.of_goal[goal].T, 0.0).T
 
 
 # ---- copies of single matches ----
@@ -86,12 +87,22 @@ def test_the_real_game_has_no_copies():
 
 
 # ---- trees ----
-def plain_tree(env, seat, goal, agents, model, args):
+def paid(env, own_goal, action, left, ended):
+    """What counts for who pursues a goal."""
+    reached = -1
+    if env.name.startswith("stag_hunt") and left:
+        reached = action - 5
+    elif env.name.startswith("snowdrift"):
+        reached = 0 if action == 5 else 1 if ended else -1
+    return 0.0 if reached < 0 else env.return_scale / 2 if reached == own_goal else -env.return_scale / 2
+
+
+def plain_tree(env, seat, own_goal, goal, agents, model, args):
     """(total, visits, Q) of the root's actions after a search by plain loops in a batch of one match."""
 
     def node(level, earned, over):
         obs, time = env.obs[0], env.steps / env.match_limit
-        output = agents(obs[seat].unsqueeze(0), time)[0]
+        output = agents(obs[seat].unsqueeze(0), time, torch.tensor([own_goal]))[0]
         avail = env.info["avail"][0, seat].clone()
         prior = output[:-1].masked_fill(~avail, -torch.inf).softmax(-1)
         joint = torch.zeros(env.n_agents, dtype=torch.long)
@@ -121,8 +132,11 @@ def plain_tree(env, seat, goal, agents, model, args):
             joint = here.joint.clone()
             joint[seat] = action
             _, reward, terminated, truncated, info = env.step(joint.unsqueeze(0))
-            over = bool(terminated[0] | truncated[0] | ~info["alive"][0, seat])
-            here.child[action] = here = node(here.level + 1, reward[0, seat].clone(), over)
+            ended, left = bool(terminated[0] | truncated[0]), not info["alive"][0, seat]
+            earned = reward[0, seat].clone()
+            if own_goal >= 0:
+                earned = paid(env, own_goal, action, left, ended)
+            here.child[action] = here = node(here.level + 1, earned, left or ended)
             break
         value = here.value
         for parent, action in reversed(path):
@@ -142,16 +156,16 @@ def test_trees_are_those_of_plain_loops(env_id, depth, node_value, no_noise):
     env.reset()
     for _ in range(4):
         env.step(env.scripted_actions("RAND"))
-    agents, model = Guess(env, env.n_actions + 1), Guess(env, env.n_actions, len(env.goals), seed=1)
-    search = hop.Search(args, env, agents, model, 4, 60, 2)
-    match, seat = torch.tensor([0, 0, 1, 1]), torch.tensor([3, 0, 3, 2])
+    agents, model = Guess(env, env.n_actions + 1, 2), Guess(env, env.n_actions, len(env.goals), seed=1)
+    search = hop.Search(args, env, agents, model, 4, 60)
+    match, seat, own_goal = torch.tensor([0, 0, 1, 1]), torch.tensor([3, 0, 3, 2]), torch.tensor([-1, 0, 1, -1])
     belief = torch.rand(4, env.n_agents, len(env.goals)).log()
-    policy, q = search.plan(env, match, seat, belief, 2.0)
+    policy, q = search.plan(env, match, seat, own_goal, belief)
     single, deepest = env.fork(1), 0
     for i in range(4):
         single.load(env.match_state(), match[i : i + 1])
         goal = belief[i].argmax(-1)[(seat[i] + torch.arange(1, env.n_agents)) % env.n_agents]
-        total, visits, expected = plain_tree(single, int(seat[i]), goal, agents, model, args)
+        total, visits, expected = plain_tree(single, int(seat[i]), int(own_goal[i]), goal, agents, model, args)
         deepest = max(deepest, int(search.level[search.child[:, 2 * i].unique(), 2 * i].max()))
         for tree in (2 * i, 2 * i + 1):
             torch.testing.assert_close(search.visits[0, tree], visits)
@@ -183,7 +197,7 @@ class Script:
         return 50.0 * torch.nn.functional.one_hot(action, env.n_actions).float()
 
 
-def know_nothing(obs, time):
+def know_nothing(obs, time, goal):
     return obs.new_zeros(len(obs), 8)
 
 
@@ -191,9 +205,9 @@ def know_nothing(obs, time):
 def test_with_a_perfect_model_the_search_goes_for_what_can_be_had(others, move, no_noise):
     """Nobody comes to the stag with hare hunters: the hare, two steps away. With stag hunters the stag is worth it."""
     env, model = hunt(1), Script(others)
-    args = make_args(sims=400, trees=3, depth=12, c_puct=5.0)
-    model.search = search = hop.Search(args, env, know_nothing, model, 1, 400, 3)
-    policy, q = search.plan(env, torch.tensor([0]), torch.tensor([0]), torch.zeros(1, 4, 2), 1e6)
+    args = make_args(sims=400, trees=3, depth=12, c_puct=5.0, q_temperature=1e6)
+    model.search = search = hop.Search(args, env, know_nothing, model, 1, 400)
+    policy, q = search.plan(env, torch.tensor([0]), torch.tensor([0]), torch.tensor([-1]), torch.zeros(1, 4, 2))
     assert policy.argmax() == envs.stag_hunt.ACTIONS.index(move)
     assert policy.max() == 1 and policy.argmax() == q.argmax()  # at an infinite temperature the best Q has it all
 
@@ -201,10 +215,10 @@ def test_with_a_perfect_model_the_search_goes_for_what_can_be_had(others, move, 
 def test_without_simulations_the_policy_is_the_prior():
     env = envs.make("stag_hunt_4x4", 3)
     env.reset()
-    agents = Guess(env, 8)
-    search = hop.Search(make_args(), env, agents, Guess(env, 7, 2), 2, 0, 1)
-    policy, _ = search.plan(env, torch.tensor([2, 1]), torch.tensor([1, 3]), torch.zeros(2, 4, 2), 2.0)
-    logits = agents(env.obs[[2, 1], [1, 3]], torch.zeros(2))[:, :-1]
+    agents, none = Guess(env, 8), torch.tensor([-1, -1])
+    search = hop.Search(make_args(trees=1), env, agents, Guess(env, 7, 2), 2, 0)
+    policy, _ = search.plan(env, torch.tensor([2, 1]), torch.tensor([1, 3]), none, torch.zeros(2, 4, 2))
+    logits = agents(env.obs[[2, 1], [1, 3]], torch.zeros(2), none)[:, :-1]
     avail = env.info["avail"][[2, 1], [1, 3]]
     torch.testing.assert_close(policy, logits.masked_fill(~avail, -torch.inf).softmax(-1))
 
@@ -214,14 +228,14 @@ def test_without_simulations_the_policy_is_the_prior():
 def test_the_search_is_the_same_on_cuda(env_id, no_noise):
     found = []
     for device in ("cpu", "cuda"):
-        args = make_args(env_id=env_id, c_puct=2.0, cuda=device == "cuda")
+        args = make_args(env_id=env_id, c_puct=2.0, trees=2, q_temperature=2.0, cuda=device == "cuda")
         env = envs.make(env_id, 16, device, seed=2, check=False)
         env.reset()
-        networks = Guess(env, env.n_actions + 1), Guess(env, env.n_actions, 2, seed=1)
-        search = hop.Search(args, env, *networks, 16, 50, 2)
+        networks = Guess(env, env.n_actions + 1, 2), Guess(env, env.n_actions, 2, seed=1)
+        search = hop.Search(args, env, *networks, 16, 50)
         match = torch.arange(16, device=device)
         for _ in range(3):  # warmed up, captured, replayed
-            policy, q = search.plan(env, match, match % 4, torch.zeros(16, 4, 2, device=device), 2.0)
+            policy, q = search.plan(env, match, match % 4, match % 3 - 1, torch.zeros(16, 4, 2, device=device))
         found.append((policy.cpu(), q.cpu(), search.visits[0].cpu()))
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
@@ -231,7 +245,9 @@ def test_the_search_is_the_same_on_cuda(env_id, no_noise):
 class KnownScripts(hop.Network):
     """A model that is right about the scripts that go for either goal."""
 
-    def with_every_goal(self, obs, time):
+    def forward(self, obs, time, goal=None):
+        if goal is not None:
+            return super().forward(obs, time, goal)
         actions = [self.env.scripted_actions(name).flatten().clone() for name in ("NS", "NH")]
         return 8.0 * torch.nn.functional.one_hot(torch.stack(actions, 1), self.env.n_actions).float()
 
@@ -289,12 +305,12 @@ def test_goals_reached_in_an_encounter_count_for_the_next_match(inter):
 def test_samples_are_those_of_plain_loops(env_id, spec, goals):
     env = envs.make(env_id, 6, seed=4, check=False)
     team = Team(env, spec, mix=True)
-    player = player_in(env, team, sims=0, trees=1, goals=goals, gamma=0.9)
+    player = player_in(env, team, sims=0, trees=1, goals=goals, gamma=0.9, commit=0.5)
     player.explore = True
     runner = EpisodeRunner(env, team, player, hop.FIELDS + ("all_reward",))
     _, lengths, *_ = runner.play()
     samples, played = player.learner.samples(runner.episodes, lengths), runner.episodes
-    seats = team.learner_seats.tolist()
+    seats, committed = team.learner_seats.tolist(), set()
     for m in range(6):
         end = int(lengths[m])
         assert not samples["plays"][end:, m].any() and not samples["acts"][end:, m].any()
@@ -302,7 +318,14 @@ def test_samples_are_those_of_plain_loops(env_id, spec, goals):
             reached, value = (-1 if goals else 0), 0.0
             for t in reversed(range(end)):
                 alive, action = bool(played["all_alive"][t, m, a]), int(played["all_action"][t, m, a])
-                value = float(played["all_reward"][t, m, a]) + 0.9 * value
+                reward, own_goal = float(played["all_reward"][t, m, a]), -1
+                if a in seats[m]:
+                    own_goal = int(played["own_goal"][t, m, seats[m].index(a)])
+                if own_goal >= 0:
+                    left = alive and not played["all_alive"][t + 1, m, a]
+                    reward = paid(env, own_goal, action, left, t == end - 1)
+                committed.add(own_goal)
+                value = reward + 0.9 * value
                 if goals and env_id == "snowdrift_4x4":
                     reached = 0 if action == 5 else 1 if t == end - 1 else reached
                 elif goals and alive and not played["all_alive"][t + 1, m, a]:
@@ -314,8 +337,48 @@ def test_samples_are_those_of_plain_loops(env_id, spec, goals):
                 if alive and a in seats[m]:
                     s = seats[m].index(a)
                     assert samples["plays"][t, m, s] and float(samples["target"][t, m, s]) == pytest.approx(value)
+    assert committed == ({-1, 0, 1} if spec == "self" else {-1})  # a single learner has nobody to show a goal to
     player.learner.learn(played, lengths)
     assert player.learner.updates > 0
+
+
+MOVES = ((-1, 0), (1, 0), (0, -1), (0, 1), (0, 0))  # up, down, left, right, stay
+
+
+@pytest.mark.parametrize("env_id", ["stag_hunt", "snowdrift"])
+def test_turned_matches_are_matches(env_id):
+    """Where somebody is after a move in a turned grid is where the turned move takes it."""
+    env = envs.make(env_id, 256, seed=3)
+    env.reset()
+
+    def rows_of(values):
+        return values[:, 0].clone()
+
+    def place(obs):
+        grid = obs[:, : math.prod(env.grid)].unflatten(1, env.grid)[..., 0]  # the first channel is oneself
+        return torch.stack((grid.flatten(1).argmax(1) // env.grid[1], grid.flatten(1).argmax(1) % env.grid[1]), 1)
+
+    action = torch.randint(0, 5, (256,))
+    before = {"obs": rows_of(env.obs), "avail": rows_of(env.info["avail"]), "action": action.clone()}
+    before["policy"] = torch.nn.functional.one_hot(action, env.n_actions).float()
+    straight = place(before["obs"])
+    joint = torch.full((256, env.n_agents), 4)
+    joint[:, 0] = action
+    obs, *_ = env.step(joint)
+    after = {"obs": rows_of(obs)}
+    moved = (place(after["obs"]) != straight).any(1)
+    rest = before["obs"][:, math.prod(env.grid) :].clone()
+    torch.manual_seed(7)
+    env.turn(before)
+    torch.manual_seed(7)
+    env.turn(after)  # in the same ways
+    step = place(after["obs"]) - place(before["obs"])
+    assert moved.sum() > 100 and torch.equal(step[moved], torch.tensor(MOVES)[before["action"]][moved])
+    assert (step[~moved] == 0).all() and torch.equal(before["policy"].argmax(1), before["action"])
+    assert torch.equal(before["obs"][:, math.prod(env.grid) :], rest)
+    cells, becomes, _ = env.grid_symmetries
+    assert len(cells.unique(dim=0)) == 8 and len(becomes.unique(dim=0)) == 8
+    assert (before["action"] != action).any() and (before["avail"].sum(1) == rows_of(env.info["avail"]).sum(1)).any()
 
 
 def test_who_may_leave_earns_what_the_rules_allow():
