@@ -172,7 +172,7 @@ class Network(nn.Module):
         self.to(env.device, memory_format=torch.channels_last)
 
     def forward(self, obs, time, goal=None):
-        """(rows, obs_dim), (rows,), (rows,) -> (rows, outputs); without goal, for each one (rows, goals, outputs)"""
+        """obs (rows, obs_dim), time (rows,), goal (rows,) -> (rows, outputs); for every goal (rows, goals, outputs)"""
         x = obs.to(self.fc.weight.dtype)
         if self.grid is not None:
             x = x[:, : self.grid[0] * self.grid[1] * self.grid[2]].unflatten(1, self.grid)
@@ -200,7 +200,7 @@ def gumbel(like):
 
 
 def counted_reward(env, reward, reached, own_goal):
-    """What counts for learners: their reward or, for who pursues a goal, whether it reaches that one or another."""
+    """What learners maximise: their reward or, if they pursue a goal, 0.5 for reaching it, -0.5 for another one."""
     paid = torch.where(reached == own_goal, 0.5, -0.5) * (reached >= 0) * env.return_scale
     return torch.where(own_goal >= 0, paid, reward)
 
@@ -384,7 +384,7 @@ class Player:
         self.reached.masked_fill_(mask.unsqueeze(1), -1)
         self.running |= mask
         own_goal, device = self.outputs["own_goal"], mask.device
-        if self.explore and self.env.goals and own_goal.shape[1] > 1:  # in a match one goal, which none to all pursue
+        if self.explore and self.env.goals and own_goal.shape[1] > 1:  # some pursue a goal, the same in a match
             goal = torch.randint(len(self.env.goals), (len(mask), 1), device=device)
             chance = 2 * self.args.commit * torch.rand(len(mask), 1, device=device)
             drawn = torch.where(torch.rand(own_goal.shape, device=device) < chance, goal, -1)

@@ -159,13 +159,13 @@ def main(args):
     print(f"{time.time() - started:.0f} s: all are trained", flush=True)
 
     egos = {name: folder for name, folder in folders.items() if name.split()[0] in METHODS}
-    few = ("--total-timesteps", str(args.adapt), "--num-envs", "16", "--batch-size", "256", *search)
-    few += ("--encounter", str(args.encounter), "--eval-interval", str(10 * args.adapt))
-    few += ("--eval-episodes", "1", "--final-eval-episodes", "1")  # they are tested below
+    adapting = ("--total-timesteps", str(args.adapt), "--num-envs", "16", "--batch-size", "256", *search)
+    adapting += ("--encounter", str(args.encounter), "--eval-interval", str(10 * args.adapt))
+    adapting += ("--eval-episodes", "1", "--final-eval-episodes", "1")  # they are tested below
     jobs = {}
     for name, other in columns.items():
         for ego, folder in egos.items():
-            options = ("--env-id", args.env_id, *METHODS[ego.split()[0]], "--init", str(folder), *few)
+            options = ("--env-id", args.env_id, *METHODS[ego.split()[0]], "--init", str(folder), *adapting)
             jobs[f"{ego} adapted to {name}"] = "hop", options, other
     folders |= run_all(args, jobs)
     print(f"{time.time() - started:.0f} s: they have adapted", flush=True)
@@ -190,10 +190,10 @@ def main(args):
         print(f"| {label}, return | " + " | ".join(f"{bounds[name][place]:.2f}" for name in columns) + " |")
     for method in METHODS:
         mine = [ego for ego in egos if ego.split()[0] == method]
-        for label, suffix in ((method, ""), (f"{method} after {args.adapt:,} steps", " adapted to ")):
+        for label, run in ((method, "{ego}"), (f"{method} after {args.adapt:,} steps", "{ego} adapted to {name}")):
             earned, scores = [], []
             for name, (low, high) in bounds.items():
-                tested = [folders[ego + (suffix and suffix + name)] for ego in mine]
+                tested = [folders[run.format(ego=ego, name=name)] for ego in mine]
                 earned.append(sum(found[str(folder), columns[name]] for folder in tested) / len(tested))
                 scores.append((earned[-1] - low) / (high - low))
             print(f"| {label}, return | " + " | ".join(f"{value:.2f}" for value in earned) + " |")

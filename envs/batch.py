@@ -550,7 +550,7 @@ class Batch:
         (rows, obs_dim), of which only the grid is turned, `action` (rows,), `avail` and `policy` (rows, actions).
         """
         cells, becomes, comes_from = self.grid_symmetries
-        way = torch.randint(len(cells), (len(values["obs"]),)).to(self.device)
+        way = torch.randint(len(cells), (len(values["obs"]),), device=self.device)
         grid = values["obs"][:, : math.prod(self.grid)].unflatten(1, (cells.shape[1], -1))
         grid.copy_(grid.gather(1, cells[way].unsqueeze(-1).expand_as(grid)))
         for name in ("avail", "policy"):
