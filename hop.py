@@ -64,7 +64,7 @@ class Args:
     goals: bool = True  # whether the others' actions depend on goals, or (--no-goals) not: direct-OM
     intra_belief: bool = True  # whether beliefs follow the others' actions within a match
     inter_belief: bool = True  # whether the matches of an encounter count for the prior belief of the next
-    commit: float = 0.25  # share of the learners that pursue one goal and nothing else for a training match
+    commit: float = 0.5  # share of training matches in which some learners pursue one goal, or none, and nothing else
     belief_decay: float | None = None  # what a match counts after another one (default: 0.995, snowdrift 0.98)
     half: bool = True  # whether the networks search in bfloat16 on the GPU
     planners: int | None = None  # decisions searched at a time at most (default: 1024 on the GPU, 128 on the CPU)
@@ -73,6 +73,7 @@ class Args:
     batch_size: int | None = None  # decisions in an update (default: 1024 on the GPU, 256 on the CPU)
     update_epochs: int = 15  # passes over the decisions of a round
     symmetries: bool = True  # whether updates see the grids of observations turned and mirrored at random
+    value_coef: float = 20.0  # weight of the values' squared error, in units of env.return_scale
     max_grad_norm: float = 10.0  # the norm to which gradients are clipped
     channels: tuple[int, ...] = (16, 32, 32)  # of the convolutions
     hidden_dim: int | None = None  # units of the layer behind them (default: 512 on the GPU, 128 on the CPU)
@@ -104,7 +105,7 @@ def check_args(args):
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit encounter trees "
         "depth planners batch_size update_epochs hidden_dim learning_rate max_grad_norm channels gamma",
         fractions="gamma belief_decay commit teammate_epsilon checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval sims train_sims c_puct q_temperature",
+        non_negative="seed checkpoint_interval log_interval sims train_sims c_puct q_temperature value_coef",
     )
     runs.resolve_device(args)
     if not envs.is_simulated(args.env_id):
@@ -216,9 +217,7 @@ class Search:
         self.args, self.agents, self.model, self.sims, self.trees = args, agents, model, sims, args.trees
         count, nodes, device = planners * args.trees, sims + 2, env.device
         self.env = env.fork(count)  # where simulations take place
-        self.states = {
-            name: values.new_zeros((nodes, *values.shape)) for name, values in self.env.match_state().items()
-        }
+        self.states = {name: x.new_zeros((nodes, *x.shape)) for name, x in self.env.match_state().items()}
         self.flat_states = {name: values.flatten(0, 1) for name, values in self.states.items()}
 
         def zeros(*shape, dtype=torch.float32):
@@ -300,7 +299,7 @@ class Search:
 
     def simulate(self):
         """One simulation of every tree: descend, step, add a node, back up."""
-        args, env = self.args, self.env
+        args, env, steps = self.args, self.env, self.levels
         path = [torch.zeros_like(self.next[:1])]
         for _ in range(args.depth):
             child = self.next.gather(0, path[-1])
@@ -325,7 +324,6 @@ class Search:
         # back up: what each edge on the path was followed by
         end = torch.where(expands, self.count, leaf)
         last, value, earned = self.level.gather(0, end), self.value.gather(0, end), self.earned.gather(0, end)
-        steps = self.levels
         follows = (earned - self.earned.gather(0, path)) / args.gamma**steps + args.gamma ** (last - steps) * value
         node = torch.where(steps <= level, path, self.sims + 1)
         node = torch.cat((node, self.count.expand_as(leaf)))  # (levels + 1, trees): the new one as well
@@ -385,9 +383,10 @@ class Player:
         self.running |= mask
         own_goal, device = self.outputs["own_goal"], mask.device
         if self.explore and self.env.goals and own_goal.shape[1] > 1:  # some pursue a goal, the same in a match
-            goal = torch.randint(len(self.env.goals), (len(mask), 1), device=device)
-            chance = 2 * self.args.commit * torch.rand(len(mask), 1, device=device)
-            drawn = torch.where(torch.rand(own_goal.shape, device=device) < chance, goal, -1)
+            goal = torch.randint(len(self.env.goals) + 1, (len(mask), 1), device=device)
+            mixed = torch.rand(goal.shape, device=device) < self.args.commit
+            pursuers = mixed * torch.randint(1, own_goal.shape[1], goal.shape, device=device)
+            drawn = torch.where(torch.rand(own_goal.shape, device=device).argsort(-1) < pursuers, goal, -1)
             own_goal.copy_(torch.where(mask.unsqueeze(1), drawn, own_goal))
 
     # ALGO LOGIC: beliefs
@@ -408,9 +407,9 @@ class Player:
         news = (self.reached < 0) & self.alive & self.running.unsqueeze(1)
         self.reached.copy_(torch.where(news, goal, self.reached))
         ended = over & self.running
-        counted = ended.unsqueeze(1) & (self.reached >= 0)
-        counts = self.args.belief_decay * self.counts + one_hot(self.reached, self.learner.goals)
-        self.counts.copy_(torch.where(counted.unsqueeze(-1), counts, self.counts))
+        reached = torch.where(self.reached >= 0, self.reached, len(self.env.goals))
+        counts = self.args.belief_decay * self.counts + one_hot(reached, self.learner.goals)
+        self.counts.copy_(torch.where(ended.view(-1, 1, 1), counts, self.counts))
         self.running &= ~ended
 
     def act(self, inputs, epsilon):
@@ -423,7 +422,7 @@ class Player:
         logits = model(obs.flatten(0, 1), time).unflatten(0, alive.shape)
         self.log_probs.copy_(log_softmax(logits, avail.unsqueeze(2)))
         self.alive.copy_(alive)
-        plays = alive.gather(1, inputs.seat)
+        plays = alive.gather(1, inputs.seat) & (self.outputs["own_goal"] < len(env.goals))
         if inputs.running is not None:
             plays = plays & inputs.running.unsqueeze(1)
         policy = inputs.avail / inputs.avail.sum(-1, keepdim=True)
@@ -460,7 +459,7 @@ class Learner:
     def __init__(self, args, env):
         self.args, self.env = args, env
         self.updates = 0
-        self.goals = len(env.goals) if args.goals else 1
+        self.goals = len(env.goals) + 1 if args.goals else 1  # the last is to have none
         self.half = args.half and env.device.type == "cuda"
         self.agents = Network(args, env, env.n_actions + 1, len(env.goals))  # logits, a value in units of return_scale
         self.model = Network(args, env, env.n_actions, self.goals)
@@ -477,26 +476,27 @@ class Learner:
     def samples(self, episodes, lengths):
         """What a round shows, (rows, matches, agents or seats, ...), of decisions and of what the others did.
 
-        An agent's goal at a step is the first that it reaches then or later, -1 if there is none.
+        An agent's goal at a step is the first that it reaches then or later; the last of all stands for none.
         """
         rows, alive = int(lengths.max()), episodes["all_alive"]
         step = torch.arange(rows, device=lengths.device).unsqueeze(1)
         running = (step < lengths).unsqueeze(-1)  # (rows, matches, 1)
         before, after = alive[:rows] & running, alive[1 : rows + 1]
-        action, seat = episodes["all_action"][:rows], episodes["seat"][0].expand(rows, -1, -1)
-        goal, reward = torch.zeros_like(action), episodes["reward"][:rows]
+        action, reward, own_goal = (episodes[name][:rows] for name in ("all_action", "reward", "own_goal"))
+        seat, goal, none = episodes["seat"][0].expand(rows, -1, -1), torch.zeros_like(action), len(self.env.goals)
         if self.env.goals:
             over = (step == lengths - 1).unsqueeze(-1)
             reached = torch.where(before, self.env.goal_reached(action, before & ~after, over), -1)
-            reward = counted_reward(self.env, reward, reached.gather(-1, seat), episodes["own_goal"][:rows])
+            reward = counted_reward(self.env, reward, reached.gather(-1, seat), own_goal)
         if self.args.goals:
-            goal = reached
+            goal = reached.scatter(-1, seat, torch.where(own_goal == none, none, reached.gather(-1, seat)))
+            goal[-1] = torch.where(goal[-1] >= 0, goal[-1], none)
             for t in reversed(range(rows - 1)):
                 goal[t] = torch.where(goal[t] >= 0, goal[t], goal[t + 1])
         is_other = torch.ones_like(before)
         if seat.shape[-1] == 1:  # a single learner models everybody but itself
             is_other.scatter_(-1, seat, False)
-        plays = before.gather(-1, seat)
+        plays = before.gather(-1, seat) & (own_goal < none)
         target = torch.where(plays, reward, 0.0)
         for t in reversed(range(rows - 1)):
             target[t] += self.args.gamma * target[t + 1]
@@ -504,7 +504,7 @@ class Learner:
         return {
             "obs": episodes["all_obs"][:rows], "avail": episodes["all_avail"][:rows], "time": time, "action": action,
             "goal": goal, "policy": episodes["search_policy"][:rows], "target": target, "seat": seat, "plays": plays,
-            "own_goal": episodes["own_goal"][:rows], "acts": before & is_other & (goal >= 0),
+            "own_goal": own_goal, "acts": before & is_other,
         }  # fmt: skip
 
     def learn(self, episodes, lengths):
@@ -545,10 +545,10 @@ class Learner:
         entropy = -(batch["policy"] * batch["policy"].clamp(min=1e-9).log()).sum(-1).mean()
         logs = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "om/loss": model_loss}
         logs["losses/entropy"] = entropy
-        return (policy_loss + value_loss) / 2 + model_loss, logs
+        return (policy_loss + self.args.value_coef * value_loss) / 2 + model_loss, logs
 
     def other_log_probs(self, obs, time, goal, avail):
-        return log_softmax(self.model(obs, time, goal.clamp(min=0)), avail)
+        return log_softmax(self.model(obs, time, goal), avail)
 
     def update(self, batch):
         loss, logs = self.loss(batch)
@@ -570,7 +570,7 @@ def analyse(learner, episodes):
     metrics = {"action_accuracy": masked_mean(flat["acts"], (log_probs.argmax(-1) == flat["action"]).float()).item()}
     if learner.args.goals:
         belief = episodes["belief"][: len(samples["goal"])].flatten(0, 2)
-        belief = belief.gather(-1, flat["goal"].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        belief = belief.gather(-1, flat["goal"].unsqueeze(-1)).squeeze(-1)
         metrics["goal_belief"] = masked_mean(flat["acts"], belief).item()
     return metrics
 
