@@ -1,10 +1,10 @@
 """HOP (Huang et al., ICML 2024): plan with a belief over the others' goals.
 
-For every other agent there is a belief over the environment's list of goals, updated by Bayes' rule within a match and
-by a discounted count of the goals reached between the matches of an encounter. A network predicts the others' actions
-given their goals. At every decision several trees are searched over one's own actions in copies of the match, each with
-goals of the others drawn from the belief; the policy is a softmax of the mean Q of the trees. A second network, priors
-and values of the search, learns from its results.
+For every other agent there is a belief over the environment's list of goals, and "none", updated by Bayes' rule within
+a match and by a discounted count of the goals reached between the matches of an encounter. A network predicts the
+others' actions given their goals. At every decision several trees are searched over one's own actions in copies of the
+match, each with goals of the others drawn from the belief; the policy is a softmax of the mean Q of the trees. A second
+network, priors and values of the search, learns from its results.
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
     python hop.py --env-id stag_hunt_4x4 --cuda     docs/hop.md has the logged keys, the deviations and the results
@@ -201,7 +201,7 @@ def gumbel(like):
 
 
 def counted_reward(env, reward, reached, own_goal):
-    """What learners maximise: their reward or, if they pursue a goal, 0.5 for reaching it, -0.5 for another one."""
+    """What learners maximise: their reward or, if they pursue a goal, 0.5 return_scale for it and -0.5 for another."""
     paid = torch.where(reached == own_goal, 0.5, -0.5) * (reached >= 0) * env.return_scale
     return torch.where(own_goal >= 0, paid, reward)
 
@@ -368,7 +368,7 @@ class Player:
         self.running, self.reached = self.alive[:, 0].clone(), torch.full_like(self.alive, -1, dtype=torch.long)
         policy = torch.zeros(*seats.shape, env.n_actions, device=env.device)
         self.outputs = {"search_policy": policy, "belief": torch.zeros_like(self.counts)}
-        self.outputs["own_goal"] = torch.full_like(seats, -1)  # that a learner pursues, -1: it plays for its reward
+        self.outputs["own_goal"] = torch.full_like(seats, -1)  # -1: its reward; len(env.goals): none, it acts at random
         self.memory = {"counts": self.counts}
         self.forget()
 
@@ -382,7 +382,7 @@ class Player:
         self.reached.masked_fill_(mask.unsqueeze(1), -1)
         self.running |= mask
         own_goal, device = self.outputs["own_goal"], mask.device
-        if self.explore and self.env.goals and own_goal.shape[1] > 1:  # some pursue a goal, the same in a match
+        if self.explore and self.env.goals and own_goal.shape[1] > 1:  # in some matches some pursue one goal
             goal = torch.randint(len(self.env.goals) + 1, (len(mask), 1), device=device)
             mixed = torch.rand(goal.shape, device=device) < self.args.commit
             pursuers = mixed * torch.randint(1, own_goal.shape[1], goal.shape, device=device)

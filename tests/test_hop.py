@@ -268,8 +268,8 @@ def test_belief_in_the_others_goal_rises_above_nine_tenths(others, goal, intra):
     player.learner.model.env = env
     runner = EpisodeRunner(env, team, player, ("all_alive", "belief"))
     runner.play()
-    others = team.policy_id >= 0
-    beliefs = [runner.episodes["belief"][t][others][:, goal].mean().item() for t in range(8)]
+    is_other = team.policy_id >= 0
+    beliefs = [runner.episodes["belief"][t][is_other][:, goal].mean().item() for t in range(8)]
     assert beliefs[0] == pytest.approx(1 / 3)
     assert beliefs == sorted(beliefs) and beliefs[-1] > 0.9 if intra else set(beliefs) == {beliefs[0]}
     told = runner.episodes["belief"][:8].sum(-1)
