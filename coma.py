@@ -357,7 +357,6 @@ class Learner:
         self.lengths = torch.zeros(matches, dtype=torch.long, device=env.device)
         self.target = torch.zeros((rows, matches, seats), device=env.device)
         self.q = torch.zeros((rows, matches, seats, env.n_actions), device=env.device)
-        self.q_now = torch.zeros_like(self.q[0])
         # everybody's actions: those of row t are joint_action[t + 1], before the first there are none
         self.joint_action = torch.full((rows + 1, matches, env.n_agents), -1, device=env.device)
         self.time = torch.zeros(1, dtype=torch.long, device=env.device)  # the step that the critic learns from
@@ -387,7 +386,6 @@ class Learner:
         for t in reversed(range(longest)):
             self.time.fill_(t)
             self.graphed_critic_step(episodes)
-            self.q[t] = self.q_now
         self.graphed_update(batch)
         self.updates += 1
 
@@ -431,7 +429,7 @@ class Learner:
 
     # ALGO LOGIC: the losses
     def critic_loss(self, batch):
-        """(the loss of the step `time` of all matches, its values (matches, seats, actions), their mean where taken)"""
+        """(loss of the step `time` of all matches, its values (1, matches, seats, actions), their mean where taken)"""
         state, obs, alive = (batch[name].index_select(0, self.time) for name in ("state", "obs", "alive"))
         last_action, action = (self.joint_action.index_select(0, self.time + k) for k in (0, 1))
         mask = (self.lengths > self.time).view(1, -1, 1)
@@ -440,14 +438,14 @@ class Learner:
         q_taken = gather_q(q, action.gather(2, batch["seat"]))
         mask = mask.expand_as(q_taken)
         error = q_taken - self.target.index_select(0, self.time)
-        return masked_mean(mask, error.square()), q[0], masked_mean(mask, q_taken)
+        return masked_mean(mask, error.square()), q, masked_mean(mask, q_taken)
 
     def critic_step(self, batch):
         loss, q, value = self.critic_loss(batch)
         self.optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.critic.parameters(), self.args.max_grad_norm)
-        self.q_now.copy_(q.detach())
+        self.q.index_copy_(0, self.time, q.detach())
         sums = torch.stack((torch.ones_like(norm), loss, value, norm)).detach()
         self.critic_sums += sums
         self.optimizer.found_inf = (~sums.isfinite().all()).float()  # the optimiser skips such a step
