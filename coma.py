@@ -282,15 +282,6 @@ def greedy_action(q, avail):
     return q.masked_fill(~avail, -1e9).argmax(-1)
 
 
-def log_policy(logits, avail, epsilon, mask_before_softmax):
-    """(..., actions) log-probabilities of a softmax that is mixed with a uniform distribution by epsilon."""
-    actions = torch.full_like(avail[..., :1], avail.shape[-1], dtype=logits.dtype)
-    if mask_before_softmax:
-        logits, actions = logits.masked_fill(~avail, -1e9), avail.sum(-1, keepdim=True).clamp(min=1)
-    log_probs = torch.logaddexp(F.log_softmax(logits, -1) + torch.log1p(-epsilon), torch.log(epsilon / actions))
-    return F.log_softmax(log_probs.masked_fill(~avail, -1e9), -1)
-
-
 def draw(log_probs):
     """Actions (...) with these log-probabilities (..., actions)."""
     noise = torch.rand_like(log_probs).clamp(min=1e-20)  # a 0 would rule out the only available action
@@ -360,7 +351,7 @@ class Learner:
         # everybody's actions: those of row t are joint_action[t + 1], before the first there are none
         self.joint_action = torch.full((rows + 1, matches, env.n_agents), -1, device=env.device)
         self.time = torch.zeros(1, dtype=torch.long, device=env.device)  # the step that the critic learns from
-        self.critic_sums = torch.zeros(4, device=env.device)  # 1, loss, value and gradient norm, over a round
+        self.critic_sums = torch.zeros(4, device=env.device)  # number of steps, loss, value, gradient norm: sums
         self.length_unit = round_up(-(-env.episode_limit // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
         self.metrics = runs.Metrics(env.device)
         self.graphed_estimate = Graphed(self.estimate, env.device)
@@ -371,7 +362,12 @@ class Learner:
         return {"agents": self.agents, "critic": self.critic, "target_critic": self.target_critic}
 
     def policy(self, logits, avail, epsilon):
-        return log_policy(logits, avail, epsilon, self.args.mask_before_softmax)
+        """(..., actions) log-probabilities of a softmax that is mixed with a uniform distribution by epsilon."""
+        actions = torch.full_like(avail[..., :1], avail.shape[-1], dtype=logits.dtype)
+        if self.args.mask_before_softmax:
+            logits, actions = logits.masked_fill(~avail, -1e9), avail.sum(-1, keepdim=True).clamp(min=1)
+        log_probs = torch.logaddexp(F.log_softmax(logits, -1) + torch.log1p(-epsilon), torch.log(epsilon / actions))
+        return F.log_softmax(log_probs.masked_fill(~avail, -1e9), -1)
 
     # ALGO LOGIC: the critic learns backwards in time, one step at a time, then the policy from all steps at once
     def learn(self, episodes, lengths, valid, epsilon):

@@ -443,7 +443,7 @@ def test_the_policy_of_coma(mask_first, epsilon):
     avail[:, 2] |= ~avail.any(1)
     logits[0], avail[0] = torch.tensor([300.0, 0, 0, 0]), torch.tensor([False, True, False, True])
     logits.requires_grad_()
-    log_probs = coma.log_policy(logits, avail, torch.tensor(epsilon), mask_first)
+    log_probs = coma_learner(mask_before_softmax=mask_first).policy(logits, avail, torch.tensor(epsilon))
     for row in range(200):
         if row or mask_first or epsilon:  # else all that is available has probability 0 in plain numbers
             plain = plain_policy(logits[row].detach().double().numpy(), avail[row].tolist(), epsilon, mask_first)
@@ -472,7 +472,8 @@ def test_a_player_of_coma_draws_available_actions_with_the_probabilities_of_the_
 @pytest.mark.parametrize("noise", [0.0, 0.5, 1 - 2**-24])
 def test_only_available_actions_are_drawn_whatever_the_random_numbers(noise, monkeypatch):
     avail = torch.eye(ACTIONS) > 0
-    log_probs = coma.log_policy(9 * torch.randn(ACTIONS, ACTIONS), avail, torch.tensor(0.5), False)
+    learner = coma_learner(mask_before_softmax=False)
+    log_probs = learner.policy(9 * torch.randn(ACTIONS, ACTIONS), avail, torch.tensor(0.5))
     monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, noise))
     assert torch.equal(coma.draw(log_probs), torch.arange(ACTIONS))
 
