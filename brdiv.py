@@ -59,7 +59,7 @@ class Args:
     buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU)
     buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
     batch_size: int | None = None  # episodes in an update (default: 64 on the GPU, 32 on the CPU)
-    train_frequency: int | None = None  # steps per update (default: 2000 on the GPU, 200 on the CPU; sc2/ 60)
+    train_frequency: int | None = None  # steps per update (default: 2000 on the GPU, 200 on the CPU); 0: an episode
     start_e: float = 1.0  # epsilon at the start
     end_e: float = 0.05  # epsilon at the end
     exploration_fraction: float = 0.1  # the fraction of the run over which epsilon falls
@@ -89,9 +89,9 @@ def check_args(args):
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size train_frequency hidden_dim reward_scale learning_rate max_grad_norm population_size",
+        "batch_size hidden_dim reward_scale learning_rate max_grad_norm population_size",
         fractions="gamma td_lambda tau start_e end_e exploration_fraction checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval diversity_weight",
+        non_negative="seed checkpoint_interval log_interval train_frequency diversity_weight",
     )
     if args.population_size < 2:
         raise runs.UsageError(f"--population-size is at least 2, not {args.population_size}")
@@ -535,7 +535,9 @@ if __name__ == "__main__":
             returns, lengths, won, valid = runner.play(epsilon)
             steps, episodes = int(lengths.sum()), int(valid.sum())  # read before the updates, to wait for less
             buffer.add(runner.episodes, lengths, valid)
-            updates = (run.steps + steps) // args.train_frequency - run.steps // args.train_frequency
+            updates = episodes  # as in PyMARL, with --train-frequency 0
+            if args.train_frequency:
+                updates = (run.steps + steps) // args.train_frequency - run.steps // args.train_frequency
             if updates and len(buffer) >= args.batch_size:
                 learner.learn(buffer, updates)
 

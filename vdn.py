@@ -63,7 +63,7 @@ class Args:
     buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
     buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
     batch_size: int | None = None  # episodes in an update (default: 64 on the GPU, 32 on the CPU)
-    train_frequency: int | None = None  # steps per update (default: 2000, CPU 200; with a team 1000, 400; sc2/ 60)
+    train_frequency: int | None = None  # steps per update (default: 2000, CPU 200; team: 1000, 400); 0: an episode
     start_e: float = 1.0  # epsilon at the start
     end_e: float = 0.05  # epsilon at the end
     exploration_fraction: float = 0.1  # the fraction of the run over which epsilon falls
@@ -94,9 +94,9 @@ def check_args(args):
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size train_frequency encounter hidden_dim reward_scale learning_rate max_grad_norm",
+        "batch_size encounter hidden_dim reward_scale learning_rate max_grad_norm",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval",
+        non_negative="seed checkpoint_interval log_interval train_frequency",
     )
     runs.check_team_options(args)
     runs.resolve_device(args)
@@ -467,7 +467,9 @@ if __name__ == "__main__":
             returns, lengths, won, valid = runner.play(epsilon)
             steps, episodes = int(lengths.sum()), int(valid.sum())  # read before the updates, to wait for less
             buffer.add(runner.episodes, lengths, valid)
-            updates = (run.steps + steps) // args.train_frequency - run.steps // args.train_frequency
+            updates = episodes  # as in PyMARL, with --train-frequency 0
+            if args.train_frequency:
+                updates = (run.steps + steps) // args.train_frequency - run.steps // args.train_frequency
             if updates and len(buffer) >= args.batch_size:
                 learner.learn(buffer, updates)
 

@@ -1,15 +1,16 @@
 """Do the battles rank in difficulty as SMAC's maps do? Win rates of runs beside SMAC's published ones, and a picture.
 
-python sweep.py --script iql.py vdn.py qmix.py --env-ids 2s_vs_1sc 2s3z 3s5z 1c3s5z 10m_vs_11m 2c_vs_64zg bane_vs_bane \
-    5m_vs_6m 3s_vs_5z 3s5z_vs_3s6z 6h_vs_8z 27m_vs_30m MMM2 corridor --seeds 1 --cuda --runs-per-gpu 12 \
-    --run-root runs/difficulty -- --total-timesteps 2000000 --num-envs 64 --train-frequency 50 --batch-size 32 \
-    --buffer-size 3000 --gamma 0.99 --td-lambda 0 --learning-rate 5e-4 --exploration-fraction 0.025 \
-    --eval-interval 25000 --no-save-buffer
+for id in 2s_vs_1sc 2s3z 3s5z 1c3s5z 10m_vs_11m 2c_vs_64zg bane_vs_bane 5m_vs_6m 3s_vs_5z 3s5z_vs_3s6z \
+    6h_vs_8z 27m_vs_30m MMM2 corridor; do for learner in iql vdn qmix; do
+        python benchmarks/rmsprop.py $learner.py --env-id $id --cuda --run-root runs/difficulty \
+            --total-timesteps 2000000 --num-envs 64 --train-frequency 0 --batch-size 32 --buffer-size 3000 \
+            --gamma 0.99 --reward-scale 1 --td-lambda 0 --learning-rate 5e-4 --exploration-fraction 0.025 \
+            --eval-interval 25000 --no-save-buffer
+done; done
 python benchmarks/difficulty.py runs/difficulty/* --out docs/images/difficulty.png
 
-The settings are near PyMARL's, which SMAC's figures were made with: one-step targets, an update of 32 episodes in 50
-steps, epsilon down to 0.05 in 50,000 steps. The sweep shares the GPU among runs (--runs-per-gpu) and goes on where it
-was when it is started again. Here unfinished runs are left out.
+The settings are near PyMARL's, which SMAC's figures were made with: RMSprop, one-step targets, an update of 32
+episodes per episode, epsilon down to 0.05 in 50,000 steps. Here unfinished runs are left out.
 
 A figure is what SMAC's table (Samvelyan et al. 2019) has been found to hold: the evaluations of each run as means over
 50,000 steps, their median over seeds, and of that the maximum over training. Beside it, in parentheses where nobody

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from scripts import POLICY_SCRIPTS, ROOT, SCRIPTS
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import difficulty
+import rmsprop
 import train_throughput
 
 
@@ -41,6 +43,18 @@ def test_a_figure_is_the_maximum_over_training_of_the_median_of_means():
     means = [[sum(run[max(n - 5, 0) : n]) / 5 if n >= 5 else 0 for n in range(1, 13)] for run in won]
     medians = [sorted(three)[1] for three in zip(*means)]
     assert figure.tolist() == pytest.approx([100 * max(medians[:n]) for n in range(1, 13)])
+
+
+def test_rmsprop_skips_an_update_that_is_not_finite():
+    ours, plain = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = rmsprop.RMSprop([ours], 0.1, fused=True, capturable=False, eps=1e-5)
+    reference = torch.optim.RMSprop([plain], 0.1, alpha=0.99, eps=1e-5)
+    for found_inf in (0.0, 1.0):
+        optimizer.found_inf = torch.tensor(found_inf)
+        ours.grad = torch.tensor([1.0, 2.0, float("nan") if found_inf else 3.0])
+        plain.grad = torch.zeros(3) if found_inf else torch.tensor([1.0, 2.0, 3.0])
+        optimizer.step(), reference.step()
+        assert torch.equal(ours, plain) and not torch.equal(ours, torch.ones(3))
 
 
 def test_the_difficulty_table(tmp_path):

@@ -17,7 +17,8 @@ PAGES = [
     *sorted((ROOT / "docs" / "results").glob("*.md")),
 ]
 SCRIPT_FILES = [f"{name}.py" for name in (*ALL_SCRIPTS, "pretrain_cvae", "evaluate", "strangers", "sweep", "paper")]
-PROGRAMS = [*SCRIPT_FILES, "envs/play.py", *(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py"))]
+BENCHMARKS = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
+PROGRAMS = [*SCRIPT_FILES, "envs/play.py", *sorted(BENCHMARKS - {"benchmarks/rmsprop.py"})]  # which has no options
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 KEY = re.compile(r"`((?:charts|losses|eval|final|best|best_script|brdiv|omg?|pretrain)/\w+(?:/\w+)?)`")
 OF_OTHER_PROGRAMS = re.compile(r"\b(?:tensorboard|ray start|ruff check|pip install) [^#`\n]*")

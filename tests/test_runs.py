@@ -138,6 +138,12 @@ def test_runs_with_other_options(name, options, tmp_path):
     assert names["learner"].updates > 0
 
 
+def test_an_update_per_episode(tmp_path):
+    names = train("iql", tmp_path, total_timesteps=200, train_frequency=0, env_id="stag_hunt_4x4")
+    results = json.loads((names["run"].folder / "results.json").read_text())
+    assert results["updates"] == results["episodes"] > 0  # a round is a batch, so there is no waiting for one
+
+
 @pytest.mark.slow
 def test_a_video_of_the_final_policy_and_the_figures_are_in_tensorboard(tmp_path):
     names = train("iql", tmp_path, total_timesteps=1, capture_video=True, env_id="stag_hunt_4x4", team="3NS1learner")
