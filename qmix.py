@@ -63,7 +63,7 @@ class Args:
     buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
     buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
     batch_size: int | None = None  # episodes in an update (default: 64 on the GPU, 32 on the CPU)
-    train_frequency: int | None = None  # steps per update (default: 2000, CPU 200; team: 1000, 400); 0: an episode
+    train_frequency: int | None = None  # steps per update, 0: one per episode (default: 2000, CPU 200; team 1000, 400)
     start_e: float = 1.0  # epsilon at the start
     end_e: float = 0.05  # epsilon at the end
     exploration_fraction: float = 0.1  # the fraction of the run over which epsilon falls
