@@ -596,9 +596,8 @@ if __name__ == "__main__":
             returns, lengths, won, valid = runner.play(epsilon)
             steps, episodes = int(lengths.sum()), int(valid.sum())  # read before the updates, to wait for less
             buffer.add(runner.episodes, lengths, valid)
-            updates = episodes  # as in PyMARL, with --train-frequency 0
-            if args.train_frequency:
-                updates = (run.steps + steps) // args.train_frequency - run.steps // args.train_frequency
+            every = args.train_frequency  # steps per update; 0, as in PyMARL: an update per episode
+            updates = (run.steps + steps) // every - run.steps // every if every else episodes
             if updates and len(buffer) >= args.batch_size:
                 learner.learn(buffer, updates)
 

@@ -97,8 +97,7 @@ def check_args(args):
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size encounter hidden_dim mixing_dim hypernet_dim learning_rate max_grad_norm "
-        "reward_scale",
+        "batch_size encounter hidden_dim mixing_dim hypernet_dim learning_rate max_grad_norm reward_scale",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
         non_negative="seed checkpoint_interval log_interval train_frequency",
     )
@@ -499,9 +498,8 @@ if __name__ == "__main__":
             returns, lengths, won, valid = runner.play(epsilon)
             steps, episodes = int(lengths.sum()), int(valid.sum())  # read before the updates, to wait for less
             buffer.add(runner.episodes, lengths, valid)
-            updates = episodes  # as in PyMARL, with --train-frequency 0
-            if args.train_frequency:
-                updates = (run.steps + steps) // args.train_frequency - run.steps // args.train_frequency
+            every = args.train_frequency  # steps per update; 0, as in PyMARL: an update per episode
+            updates = (run.steps + steps) // every - run.steps // every if every else episodes
             if updates and len(buffer) >= args.batch_size:
                 learner.learn(buffer, updates)
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from scripts import POLICY_SCRIPTS, ROOT, SCRIPTS
+from scripts import POLICY_SCRIPTS, ROOT, SCRIPTS, command_line
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import difficulty
@@ -55,6 +55,15 @@ def test_rmsprop_skips_an_update_that_is_not_finite():
         plain.grad = torch.zeros(3) if found_inf else torch.tensor([1.0, 2.0, 3.0])
         optimizer.step(), reference.step()
         assert torch.equal(ours, plain) and not torch.equal(ours, torch.ones(3))
+
+
+@pytest.mark.slow
+def test_a_script_runs_with_rmsprop(tmp_path):
+    words = command_line("iql", tmp_path, {"env_id": "stag_hunt_4x4", "total_timesteps": 200})
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "rmsprop.py", *words], check=True, cwd=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)["optimizer"]
+    assert all("square_avg" in of and "exp_avg" not in of for of in saved["state"].values()) and saved["state"]
 
 
 def test_the_difficulty_table(tmp_path):
