@@ -85,6 +85,7 @@ class Args:
     selector: str = "2"  # how a candidate is selected: value, random, next, or a number k for the k-th next state
     predict: Literal["future", "view", "features"] = "future"  # decoded: the selected state, the view or features of it
     code: Literal["decoded", "mean", "sample"] = "decoded"  # what Q reads: the decoded subgoal, its mean or a sample
+    q_gradient: bool = False  # whether Q's loss trains the inference model, too, through what Q reads
     inference: Literal["cvae", "mlp"] = "cvae"  # the conditional VAE, or a network that predicts the subgoal itself
     q_subgoal: Literal["mixed", "inferred", "selected"] = "mixed"  # Q's subgoal in updates: selected with epsilon
     mix: Literal["q-input", "kl-target"] = "q-input"  # where that applies: Q's input (paper) or the KL (released code)
@@ -647,11 +648,11 @@ class Learner:
             state, selected, *target = (values.take_along_dim(index, 0) for values in (states, candidates, *codes))
             drawn = torch.rand(row.shape, device=obs.device) < self.mix_probability
             use_selected = (drawn & in_episode).unsqueeze(-1)
-            if self.mixing:
-                subgoals = [torch.cat((torch.where(use_selected, selected, g[:-1]), g[-1:])) for g in subgoals]
-            elif args.mix == "kl-target":  # the released code: otherwise the KL is from what was inferred while acting
-                acted = batch["mean"][:-1], batch["log_variance"][:-1]
-                target = [torch.where(use_selected | ~mask.unsqueeze(-1), *pair) for pair in zip(target, acted)]
+        if self.mixing:
+            subgoals = [torch.cat((torch.where(use_selected, selected, g[:-1]), g[-1:])) for g in subgoals]
+        elif args.mix == "kl-target":  # the released code: otherwise the KL is from what was inferred while acting
+            acted = batch["mean"][:-1], batch["log_variance"][:-1]
+            target = [torch.where(use_selected | ~mask.unsqueeze(-1), *pair) for pair in zip(target, acted)]
         subgoal, model_h, code = inferred
         error, kl = self.model.errors(obs[:-1], subgoal[:-1], model_h[:-1], [c[:-1] for c in code], target, state)
         error = masked_mean(mask, error)
@@ -701,9 +702,11 @@ class Learner:
         h = self.agents.init_hidden(*seat.shape)
         with self.side_stream:
             inferred = self.model.unroll(obs, all_action, seat)
-            with torch.no_grad():
-                subgoals = [self.model.read(inferred[0])] * 2  # of the Q-network and of the target network
-                if not self.args.paper:
+            with torch.set_grad_enabled(self.args.q_gradient):
+                subgoal = inferred[0] if self.args.q_gradient else inferred[0].detach()
+                subgoals = [self.model.read(subgoal)] * 2  # of the Q-network and of the target network
+            if not self.args.paper:
+                with torch.no_grad():
                     subgoals[1] = self.target_model.read(self.target_model.unroll(obs, all_action, seat)[0])
         self.side_stream.join()
         with torch.set_grad_enabled(not self.mixing):  # the TD loss uses this unroll if no subgoal is replaced

@@ -728,8 +728,10 @@ class Run:
         if self.bar.unit == "steps":
             steps, seconds = self.last_round if self.bar.in_terminal else (0, 1.0)
             self.bar.show(self.steps + steps * min((time.time() - self.round_began) / seconds, 1))
-        elif eval_runner := self.state.get("eval_runner"):
+        elif self.bar.unit == "matches" and (eval_runner := self.state.get("eval_runner")):
             self.bar.show((eval_runner.rounds - self.rounds_before) * eval_runner.env.num_envs)
+        else:
+            self.bar.show(self.bar.done)
 
     def count(self, steps, episodes):
         before = self.steps
@@ -851,11 +853,13 @@ class Run:
         runner = self.state.get("eval_runner")
         if not (runner and getattr(runner.team, "used", ()) and runner.env.simulated and runner.env.policies):
             return None
-        found = []
-        for policy in runner.env.default_others or runner.env.policies:
+        found, policies = [], runner.env.default_others or runner.env.policies
+        self._set_bar("scripts in the learner's seat: ", len(policies), "policies")
+        for policy in policies:
             stand_in = EpisodeRunner(runner.env, runner.team, ScriptedPlayer(runner.env, policy))
             stand_in.load_state_dict(self.before_evaluation)
             found.append({"policy": policy, **summary_of(*stand_in.evaluate(self.args.final_eval_episodes))})
+            self.bar.show(len(found))
         return max(found, key=lambda summary: (summary["win_rate"], summary["episodic_return"]))
 
     def record_video(self):

@@ -359,11 +359,12 @@ def test_the_target_of_the_kl_divergence_is_the_selected_subgoal_with_its_probab
             assert share == pytest.approx(probability, abs=0.04 if probability == 0.3 else 0)
 
 
-def test_updates_without_mixing_are_those_with_probability_0():
+@pytest.mark.parametrize("options", [{}, {"code": "mean"}, {"code": "mean", "q_gradient": True}], ids=str)
+def test_updates_without_mixing_are_those_with_probability_0(options):
     env = env_spec()
     batch, found = long_batch(env), []
     for mixing in (True, False):
-        learner = make_learner(env)
+        learner = make_learner(env, **options)
         if not mixing:
             learner.set_mix_probability(0)
         assert learner.mixing == mixing

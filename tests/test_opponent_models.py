@@ -113,8 +113,8 @@ def test_losses_of_each_seat(name, ego_first):
     [
         *((name, {"dueling": dueling}) for name in BASELINES for dueling in (False, True)),
         *(("omg_iql", options) for options in (
-            {}, {"q_subgoal": "selected"}, {"inference": "mlp"}, {"mix": "kl-target"}, {"dueling": True}, PAPER,
-            PAPER | {"predict": "features"},
+            {}, {"code": "mean"}, {"q_subgoal": "selected"}, {"inference": "mlp"}, {"mix": "kl-target"},
+            {"dueling": True}, PAPER, PAPER | {"predict": "features"},
         )),
     ],
     ids=str,
@@ -122,13 +122,29 @@ def test_losses_of_each_seat(name, ego_first):
 def test_each_loss_trains_its_own_network(name, options):
     env = env_spec()
     learner, batch = random_learner(name, env, **options), random_batch(env)
-    if name == "omg_iql":
-        learner.set_mix_probability(0.5)
-    td, model = (set(gradients(learner, batch, which)[1]) for which in (0, 1))
-    assert td == {f"agents.{key}" for key, _ in learner.agents.named_parameters()}
-    assert len(td) == (10 if options.get("dueling") else 8) + 2 * (name == "mix_iql")
-    frozen = "vae." if options.get("paper") else ()
-    assert model == {f"model.{key}" for key, _ in learner.model.named_parameters() if not key.startswith(frozen)}
+    for probability in (0.5, 0) if name == "omg_iql" else (None,):
+        if probability is not None:
+            learner.set_mix_probability(probability)
+        td, model = (set(gradients(learner, batch, which)[1]) for which in (0, 1))
+        assert td == {f"agents.{key}" for key, _ in learner.agents.named_parameters()}
+        assert len(td) == (10 if options.get("dueling") else 8) + 2 * (name == "mix_iql")
+        frozen = "vae." if options.get("paper") else ()
+        assert model == {f"model.{key}" for key, _ in learner.model.named_parameters() if not key.startswith(frozen)}
+
+
+@pytest.mark.parametrize("probability", [0, 0.5, 1])
+@pytest.mark.parametrize("code", ["decoded", "mean"])
+def test_the_td_loss_trains_the_inference_model_where_asked_for(code, probability):
+    """Not where the selected subgoal is read."""
+    env = env_spec()
+    learner, batch = random_learner("omg_iql", env, code=code, q_gradient=True), random_batch(env)
+    learner.set_mix_probability(probability)
+    found = gradients(learner, batch, 0)[1]
+    trained = {key: gradient for key, gradient in found.items() if key.startswith("model.")}
+    names = {f"model.{name}" for name, _ in learner.model.named_parameters()}
+    behind = "model.vae." if code == "mean" else ("model.vae.encoder", "model.vae.code")
+    assert trained.keys() == {name for name in names if not name.startswith(behind)}
+    assert any(gradient.any() for gradient in trained.values()) == (probability < 1)
 
 
 @ALL

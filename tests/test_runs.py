@@ -18,6 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -170,9 +171,11 @@ def test_the_best_script_plays_the_matches_of_the_evaluation(encounter):
         runner.evaluate(10)
         before = runner.state_dict()
         results[policy] = runs.summary_of(*runner.evaluate(20))
-    args = iql.Args(final_eval_episodes=20)
-    run = SimpleNamespace(state={"eval_runner": runner}, args=args, before_evaluation=before)
+    args, bar = iql.Args(final_eval_episodes=20), Mock()
+    run = SimpleNamespace(state={"eval_runner": runner}, args=args, before_evaluation=before, bar=bar, _set_bar=Mock())
     found = runs.Run._best_script(run)
+    run._set_bar.assert_called_once_with("scripts in the learner's seat: ", 3, "policies")
+    assert [call.args for call in bar.show.call_args_list] == [(1,), (2,), (3,)]
     best = max(results, key=lambda policy: (results[policy]["win_rate"], results[policy]["episodic_return"]))
     assert found == {"policy": best, **results[best]} and len({str(result) for result in results.values()}) == 3
     runner.team.used = []  # nobody else plays
