@@ -646,8 +646,7 @@ class Learner:
             row, k = self.select(batch, obs[:-1], last_action[:-1], h[:-1], candidates, last_row)
             index = row.unsqueeze(-1)
             state, selected, *target = (values.take_along_dim(index, 0) for values in (states, candidates, *codes))
-            drawn = torch.rand(row.shape, device=obs.device) < self.mix_probability
-            use_selected = (drawn & in_episode).unsqueeze(-1)
+        use_selected = (torch.rand(index.shape, device=obs.device) < self.mix_probability) & in_episode.unsqueeze(-1)
         if self.mixing:
             subgoals = [torch.cat((torch.where(use_selected, selected, g[:-1]), g[-1:])) for g in subgoals]
         elif args.mix == "kl-target":  # the released code: otherwise the KL is from what was inferred while acting
@@ -696,15 +695,13 @@ class Learner:
 
     def update(self, batch):
         """One step of the optimiser. On the GPU the opponent model's part runs on a second stream, backwards too."""
-        inputs = self.inputs(batch)
-        obs, last_action, _ = inputs
+        obs, last_action, _ = inputs = self.inputs(batch)
         seat, all_action = batch["seat"][0], batch["all_action"][:-1]
         h = self.agents.init_hidden(*seat.shape)
         with self.side_stream:
             inferred = self.model.unroll(obs, all_action, seat)
-            with torch.set_grad_enabled(self.args.q_gradient):
-                subgoal = inferred[0] if self.args.q_gradient else inferred[0].detach()
-                subgoals = [self.model.read(subgoal)] * 2  # of the Q-network and of the target network
+            subgoal = self.model.read(inferred[0])
+            subgoals = [subgoal if self.args.q_gradient else subgoal.detach()] * 2  # of Q- and target network
             if not self.args.paper:
                 with torch.no_grad():
                     subgoals[1] = self.target_model.read(self.target_model.unroll(obs, all_action, seat)[0])
