@@ -563,7 +563,7 @@ class Learner:
         self.agents = Agents(args, env)
         self.target_agents = copy.deepcopy(self.agents).to(env.device)  # cuDNN wants contiguous weights
         self.model = OpponentModel(args, env)
-        self.target_model = copy.deepcopy(self.model).to(env.device)
+        self.target_model = copy.deepcopy(self.model).to(env.device).requires_grad_(False)
         self.parameters = list(self.agents.parameters())
         self.target_parameters = list(self.target_agents.parameters())
         self.model_parameters = list(self.model.parameters())
@@ -695,16 +695,16 @@ class Learner:
 
     def update(self, batch):
         """One step of the optimiser. On the GPU the opponent model's part runs on a second stream, backwards too."""
-        obs, last_action, _ = inputs = self.inputs(batch)
+        inputs = self.inputs(batch)
+        obs, last_action, _ = inputs
         seat, all_action = batch["seat"][0], batch["all_action"][:-1]
         h = self.agents.init_hidden(*seat.shape)
         with self.side_stream:
             inferred = self.model.unroll(obs, all_action, seat)
             subgoal = self.model.read(inferred[0])
-            subgoals = [subgoal if self.args.q_gradient else subgoal.detach()] * 2  # of Q- and target network
+            subgoals = [subgoal if self.args.q_gradient else subgoal.detach()] * 2  # the Q-network's, the target's
             if not self.args.paper:
-                with torch.no_grad():
-                    subgoals[1] = self.target_model.read(self.target_model.unroll(obs, all_action, seat)[0])
+                subgoals[1] = self.target_model.read(self.target_model.unroll(obs, all_action, seat)[0])
         self.side_stream.join()
         with torch.set_grad_enabled(not self.mixing):  # the TD loss uses this unroll if no subgoal is replaced
             q, next_h = self.agents(obs, last_action, h, seat, subgoals[0])
