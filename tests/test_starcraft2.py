@@ -80,11 +80,15 @@ class World:
         while len(self.read("hangs")) < count:
             time.sleep(0.05)
 
-    def wait_for_the_end(self, seconds):
+    def wait_for_the_end(self, seconds=5.0, of=None):
+        """The processes, or those `of` them, that still run: on a busy machine a killed game takes a moment to end.
+
+        By default it is less than the 10 seconds after which the process of a game ends by itself.
+        """
         deadline = time.monotonic() + seconds
-        while self.running() and time.monotonic() < deadline:
+        while (left := set(self.running()) & set(of or self.read("pids"))) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return self.running()
+        return left
 
 
 @pytest.fixture
@@ -96,7 +100,7 @@ def world(tmp_path, monkeypatch):
     yield world
     for env in world.made:
         env.close()
-    assert not world.running()
+    assert not world.wait_for_the_end()
 
 
 @pytest.mark.parametrize("name", ["3m", "MMM"])
@@ -498,7 +502,7 @@ def test_game_that_never_starts_is_an_error(world):
     env = world.make("sc2/3m", num_envs=2)
     with pytest.raises(GameFailed, match=r"failed 5 times in a row .*SystemExit: .*random_agents"):
         env.reset()
-    assert not world.running()
+    assert not world.wait_for_the_end()
     with pytest.raises(RuntimeError, match="closed"):
         env.reset()
 
@@ -514,7 +518,7 @@ def test_game_that_crashes_at_every_step_ends_an_evaluation(world):
     with pytest.raises(GameFailed, match=message) as error, pytest.warns(RuntimeWarning) as warnings:
         make_runner(env).evaluate(1)
     assert "\n" not in str(error.value) and "the game crashed" in str(error.value)
-    assert env.restarts == 4 and not world.running()
+    assert env.restarts == 4 and not world.wait_for_the_end()
     shown = [str(warning.message) for warning in warnings if "is restarted" in str(warning.message)]
     assert [f"(restart {number})" in text for number, text in enumerate(shown, 1)] == [True] * 4
 
@@ -573,7 +577,7 @@ def test_stop_is_asked_for_while_a_game_hangs(world, monkeypatch, hanging):
     runner.should_stop = lambda: len(world.read("hangs")) > 0
     with pytest.raises(Stopped):
         runner.evaluate(1)
-    assert env.restarts == 0 and not world.running()
+    assert env.restarts == 0 and not world.wait_for_the_end()
 
 
 @posix
@@ -606,7 +610,7 @@ def test_close_ends_all_processes(world):
     env.reset()
     assert len(world.running()) == 4
     env.close()
-    assert not world.running()
+    assert not world.wait_for_the_end()
     env.close()
     with pytest.raises(RuntimeError, match="closed"):
         env.step(everyone(env, STOP))
@@ -618,7 +622,7 @@ def test_environment_that_is_forgotten_ends_its_processes(world):
     assert len(world.running()) == 2
     del env
     gc.collect()
-    assert not world.running()
+    assert not world.wait_for_the_end()
 
 
 def test_game_whose_process_was_killed_is_not_left_behind(world):
@@ -668,7 +672,7 @@ def test_exception_leaves_no_process(world):
     script = start_script(action=99)
     _, errors = script.communicate(timeout=60)
     assert script.returncode == 1 and "action 99 is not available" in errors
-    assert not world.running()
+    assert not world.wait_for_the_end()
 
 
 @posix
@@ -687,7 +691,7 @@ def test_a_script_that_is_interrupted_or_killed_leaves_no_process(world, fault):
     killed.kill()
     interrupted.send_signal(signal.SIGINT)
     _, errors = interrupted.communicate(timeout=60)
-    assert "KeyboardInterrupt" in errors and not set(processes) & set(world.running())
+    assert "KeyboardInterrupt" in errors and not world.wait_for_the_end(of=processes)
     killed.communicate()
     assert not world.wait_for_the_end(30)
 
