@@ -80,13 +80,13 @@ class World:
         while len(self.read("hangs")) < count:
             time.sleep(0.05)
 
-    def wait_for_the_end(self, seconds=5.0, of=None):
-        """The processes, or those `of` them, that still run: on a busy machine a killed game takes a moment to end.
+    def wait_for_the_end(self, seconds=5.0, pids=None):
+        """Which of `pids` (None: all) still run after so many seconds: a killed game takes a moment to end.
 
-        By default it is less than the 10 seconds after which the process of a game ends by itself.
+        5 seconds are less than the 10 after which the process of a game ends by itself.
         """
         deadline = time.monotonic() + seconds
-        while (left := set(self.running()) & set(of or self.read("pids"))) and time.monotonic() < deadline:
+        while (left := set(self.running()) & set(pids or self.read("pids"))) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
 
@@ -691,7 +691,7 @@ def test_a_script_that_is_interrupted_or_killed_leaves_no_process(world, fault):
     killed.kill()
     interrupted.send_signal(signal.SIGINT)
     _, errors = interrupted.communicate(timeout=60)
-    assert "KeyboardInterrupt" in errors and not world.wait_for_the_end(of=processes)
+    assert "KeyboardInterrupt" in errors and not world.wait_for_the_end(pids=processes)
     killed.communicate()
     assert not world.wait_for_the_end(30)
 
