@@ -1,8 +1,8 @@
 """Opponent modelling by subgoal inference (OMG): act on the future state that the others seem to be heading for.
 
-A conditional VAE infers a latent subgoal from the past; decoded, it is an input of the Q-network. In training hindsight
-gives the subgoal to infer, the code that a VAE has of a later state: by default what the learner sees of the others two
-steps on, with --paper the view that the Q-network values most (Yu, Jiang, Lu, NeurIPS 2024).
+A conditional VAE infers a latent subgoal from the past, which is an input of the Q-network. In training hindsight gives
+the subgoal to infer, the code that a VAE has of a later state: by default what the learner sees of the others two steps
+on, with --paper the view that the Q-network values most (Yu, Jiang, Lu, NeurIPS 2024).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
     python omg_iql.py --env-id 3m --n-agents 8 --cuda            docs/omg_iql.md has the logged keys and the results
@@ -84,8 +84,9 @@ class Args:
     subgoal_mode: Literal["optimistic", "conservative"] = "optimistic"  # candidate of highest or lowest value
     selector: str = "2"  # how a candidate is selected: value, random, next, or a number k for the k-th next state
     predict: Literal["future", "view", "features"] = "future"  # decoded: the selected state, the view or features of it
-    code: Literal["decoded", "mean", "sample"] = "decoded"  # what Q reads: the decoded subgoal, its mean or a sample
-    q_gradient: bool = False  # whether Q's loss trains the inference model, too, through what Q reads
+    code: Literal["mean", "sample"] = "mean"  # what Q reads: the mean of the subgoal's Gaussian or a sample
+    q_gradient: bool = True  # whether Q's loss trains the inference model, too, through what Q reads
+    inference_weight: float = 1.0  # weight of the inference model's own loss beside Q's
     inference: Literal["cvae", "mlp"] = "cvae"  # the conditional VAE, or a network that predicts the subgoal itself
     q_subgoal: Literal["mixed", "inferred", "selected"] = "mixed"  # Q's subgoal in updates: selected with epsilon
     mix: Literal["q-input", "kl-target"] = "q-input"  # where that applies: Q's input (paper) or the KL (released code)
@@ -122,7 +123,7 @@ def check_args(args):
         "pretrain_timesteps pretrain_updates latent_dim horizon",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at "
         "kl_weight vae_kl_weight mix_start mix_fraction",
-        non_negative="seed checkpoint_interval log_interval train_frequency",
+        non_negative="seed checkpoint_interval log_interval train_frequency inference_weight",
     )
     if args.selector not in ("value", "random", "next") and not (args.selector.isdigit() and int(args.selector) > 0):
         raise runs.UsageError(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
@@ -211,17 +212,12 @@ class SharedGRU(nn.GRU):
         return torch.lerp(new, h.unsqueeze(1), torch.sigmoid(update + update_h))
 
 
-def encoded_dim(args, env):  # features that a subgoal encodes
-    return {"others": int(env.about_others.sum()), "obs": env.obs_dim, "state": env.state_dim}[args.subgoal_input]
-
-
 class Agents(nn.Module):
     """The Q-network: Linear, GRU, Linear on observation, own last action, seat and what the opponent model infers."""
 
     def __init__(self, args, env):
         super().__init__()
-        subgoal_dim = encoded_dim(args, env) if args.code == "decoded" else args.latent_dim
-        inputs = env.obs_dim + env.n_actions + env.n_agents + subgoal_dim
+        inputs = env.obs_dim + env.n_actions + env.n_agents + args.latent_dim
         self.hidden_dim = args.hidden_dim
         self.fc1 = nn.Linear(inputs, args.hidden_dim)
         self.rnn = SharedGRU(args.hidden_dim, args.hidden_dim)
@@ -338,7 +334,8 @@ class OpponentModel(nn.Module):
         super().__init__()
         self.args = args
         self.hidden_dim = hidden_dim
-        self.vae = StateVAE(encoded_dim(args, env), args.latent_dim).requires_grad_(not args.paper)
+        sizes = {"others": int(env.about_others.sum()), "obs": env.obs_dim, "state": env.state_dim}
+        self.vae = StateVAE(sizes[args.subgoal_input], args.latent_dim).requires_grad_(not args.paper)
         self.rnn = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, hidden_dim)
         self.fc_obs = nn.Linear(env.obs_dim, 32)
         self.fc1 = nn.Linear(32 + hidden_dim, 64)
@@ -374,10 +371,6 @@ class OpponentModel(nn.Module):
         last_obs = torch.cat((torch.zeros_like(obs[:1]), obs[:-1]))
         all_last_action = torch.cat((torch.full_like(all_action[:1], -1), all_action))
         return self(obs, last_obs, all_last_action, seat, self.init_hidden(*seat.shape))
-
-    def read(self, subgoal):
-        """What the Q-network reads of a subgoal. Decoded features keep their meaning while codes still change."""
-        return self.vae.decode(subgoal) if self.args.code == "decoded" else subgoal
 
     def states(self, batch, obs):
         """What subgoals encode, (rows, matches, seats, features)."""
@@ -451,7 +444,7 @@ class Player:
         obs = inputs.obs.unsqueeze(0)
         last_obs, all_last_action = self.last_obs.unsqueeze(0), inputs.all_last_action.unsqueeze(0)
         subgoal, model_h, (mean, log_variance) = self.model(obs, last_obs, all_last_action, inputs.seat, self.model_h)
-        q, h = self.agents(obs, inputs.last_action.unsqueeze(0), self.h, inputs.seat, self.model.read(subgoal))
+        q, h = self.agents(obs, inputs.last_action.unsqueeze(0), self.h, inputs.seat, subgoal)
         self.subgoal = subgoal[0]
         self.outputs = {"mean": mean[0], "log_variance": log_variance[0]}
         self.h.copy_(h[0])
@@ -642,7 +635,7 @@ class Learner:
         with torch.no_grad():
             states = torch.where(alive.unsqueeze(-1), self.model.states(batch, obs), 0.0)
             codes = self.model.vae.encode(states)  # mean, log-variance
-            candidates = self.model.read(sample(*codes) if args.code == "sample" else codes[0])
+            candidates = sample(*codes) if args.code == "sample" else codes[0]
             row, k = self.select(batch, obs[:-1], last_action[:-1], h[:-1], candidates, last_row)
             index = row.unsqueeze(-1)
             state, selected, *target = (values.take_along_dim(index, 0) for values in (states, candidates, *codes))
@@ -657,7 +650,7 @@ class Learner:
         error = masked_mean(mask, error)
         kl = torch.where(mask.unsqueeze(-1), kl, 0.0).sum((0, 1, 2)) / mask.sum().clamp(min=1)
         logs = {"omg/recon": error, "omg/kl": kl.sum(), "omg/kl_per_dim": kl}
-        loss = error + args.kl_weight * kl.sum()
+        loss = args.inference_weight * (error + args.kl_weight * kl.sum())
         if not args.paper:
             vae_error, vae_kl = (masked_mean(alive, values.sum(-1)) for values in self.model.vae.errors(states))
             logs["omg/vae_recon"] = vae_error
@@ -701,10 +694,9 @@ class Learner:
         h = self.agents.init_hidden(*seat.shape)
         with self.side_stream:
             inferred = self.model.unroll(obs, all_action, seat)
-            subgoal = self.model.read(inferred[0])
-            subgoals = [subgoal if self.args.q_gradient else subgoal.detach()] * 2  # the Q-network's, the target's
+            subgoals = [inferred[0] if self.args.q_gradient else inferred[0].detach()] * 2  # Q's, the target network's
             if not self.args.paper:
-                subgoals[1] = self.target_model.read(self.target_model.unroll(obs, all_action, seat)[0])
+                subgoals[1], *_ = self.target_model.unroll(obs, all_action, seat)
         self.side_stream.join()
         with torch.set_grad_enabled(not self.mixing):  # the TD loss uses this unroll if no subgoal is replaced
             q, next_h = self.agents(obs, last_action, h, seat, subgoals[0])
@@ -758,8 +750,8 @@ def analyse(learner, episodes):
     if learner.args.subgoal_input != "state" and hasattr(env, "places"):
         metrics |= place_metrics(env, episodes, steps_left, *model.views(subgoal, obs), learner.args.selector)
     if len(seat) > 1:  # a single match has nothing to exchange or to hold out
-        metrics |= usage(agents, episodes, inputs, model.read(subgoal))
-        _, h = agents(obs, last_action, agents.init_hidden(*seat.shape), seat, model.read(subgoal))
+        metrics |= usage(agents, episodes, inputs, subgoal)
+        _, h = agents(obs, last_action, agents.init_hidden(*seat.shape), seat, subgoal)
         metrics |= probes(env, episodes, steps_left, {"": code[0], "_view": torch.cat((obs, h), -1)})
     return metrics
 

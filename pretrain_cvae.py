@@ -50,7 +50,7 @@ class Args:
     latent_dim: int = 64  # size of a subgoal
     subgoal_input: Literal["others", "obs", "state"] = "others"  # encoded: others in view, the view, the global state
     predict: Literal["future", "view", "features"] = "future"  # decoded: the selected state, the view or features of it
-    code: Literal["decoded", "mean", "sample"] = "decoded"  # what Q reads: the decoded subgoal, its mean or a sample
+    code: Literal["mean", "sample"] = "mean"  # what Q reads: the mean of the subgoal's Gaussian or a sample
     inference: Literal["cvae", "mlp"] = "cvae"  # the conditional VAE, or a network that predicts the subgoal itself
 
 
@@ -64,8 +64,8 @@ from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng  # noqa: E402
 from envs.metrics import masked_mean  # noqa: E402
 
-PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample", "bootstrap_subgoal": "same",
-         "pretrain_updates": 5000}  # fmt: skip
+PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample", "q_gradient": False,
+         "bootstrap_subgoal": "same", "pretrain_updates": 5000}  # fmt: skip
 FIELDS = ("obs", "alive", "all_action")
 
 

@@ -1,7 +1,6 @@
 """For the tests of opponent models: random episodes, losses by plain loops, and whether a change of a batch matters."""
 
 import contextlib
-import functools
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -212,12 +211,11 @@ def plain_losses(name, learner, batch):
         for key in ("future", "return"):
             contrastive_terms(terms, key)
     means = {key: np.mean(values) for key, values in terms.items()}
-    means["model"] = sum(
-        means.get(key, 0.0)
-        for key in ("cross_entropy", "policy_error", "obs_error", "recon", "vae", "future_loss", "return_loss")
-    )
-    if "kl" in means:
-        means["model"] += learner.args.kl_weight * means["kl"]
+    weights = dict.fromkeys(("cross_entropy", "policy_error", "obs_error", "vae", "future_loss", "return_loss"), 1.0)
+    if name == "omg_iql":
+        weights |= {"recon": learner.args.inference_weight}
+        weights |= {"kl": learner.args.inference_weight * learner.args.kl_weight}
+    means["model"] = sum(weight * means.get(key, 0.0) for key, weight in weights.items())
     return means
 
 
@@ -383,13 +381,6 @@ def omg_terms(learner, data, m, place, length, terms):
         for model in (learner.model, learner.model if args.paper else learner.target_model)
     )
 
-    def read(code, vae=learner.model.vae):
-        if args.code != "decoded":
-            return code
-        x = decode(vae, code)
-        return np.where(vae.binary.numpy(), sigmoid(x), x)
-
-    read_by_target = functools.partial(read, vae=learner.target_model.vae)
     choose = max if args.subgoal_mode == "optimistic" else min
     h, subgoals, target_subgoals = np.zeros(args.hidden_dim), [], []
     for t in range(length):
@@ -398,15 +389,15 @@ def omg_terms(learner, data, m, place, length, terms):
         for k in range(1, args.horizon + 1) if args.selector == "value" else [int(args.selector)]:
             state = states[min(t + k, last_row)]
             code = encode(learner.model.vae, state)
-            q, _ = q_step(learner.agents, env, obs[t], last_action, seat, read(code[0]), h)
+            q, _ = q_step(learner.agents, env, obs[t], last_action, seat, code[0], h)
             candidates.append((np.mean(q[avail[t]]), code, state))
         _, selected, state = choose(candidates, key=lambda candidate: candidate[0])
         mean, log_variance, error = inferred[t]
         if args.predict == "future":
             error = decoding_error(learner.model.vae, mean, state).sum()
-        _, h = q_step(learner.agents, env, obs[t], last_action, seat, read(mean), h)
-        subgoals.append(read(selected[0] if args.q_subgoal == "selected" else mean))
-        target_subgoals.append(subgoals[t] if args.q_subgoal == "selected" else read_by_target(by_target[t][0]))
+        _, h = q_step(learner.agents, env, obs[t], last_action, seat, mean, h)
+        subgoals.append(selected[0] if args.q_subgoal == "selected" else mean)
+        target_subgoals.append(subgoals[t] if args.q_subgoal == "selected" else by_target[t][0])
         if alive[t]:
             target = selected
             if args.mix == "kl-target":  # the probability of the selected one is 0
@@ -417,7 +408,7 @@ def omg_terms(learner, data, m, place, length, terms):
         mean, log_variance = encode(learner.model.vae, state)
         error = decoding_error(learner.model.vae, mean, state).sum()
         terms["vae"].append(error + args.vae_kl_weight * kl(mean, log_variance, 0.0, 0.0))
-    return [*subgoals, read(inferred[length][0])], [*target_subgoals, read_by_target(by_target[length][0])]
+    return [*subgoals, inferred[length][0]], [*target_subgoals, by_target[length][0]]
 
 
 # ---- gradients, and what a change of a batch does to them ----

@@ -169,7 +169,7 @@ def test_pretraining_trains_both_networks_one_after_the_other(paper):
     runner = RecordedRunner(random_batch(env, deaths=()))
     first = pretrain(learner, runner)
     before = learner.model.rnn.weight_hh_l0.detach().clone()
-    learner.args.pretrain_updates = 300
+    learner.args.pretrain_updates = 600
     second = pretrain(learner, runner)
     assert second["recon"] < 0.5 * first["recon"]
     if not paper:
@@ -316,10 +316,10 @@ def test_candidates_are_valued_as_single_steps(dueling):
     shape = (steps, matches, 2)
     obs, h = torch.randn(*shape, env.obs_dim), torch.randn(*shape, agents.hidden_dim)
     last_action = torch.randint(-1, 2, shape)
-    subgoals, index = torch.randn(steps + 1, matches, 2, 3), torch.randint(steps + 1, (steps, candidates, matches, 2))
+    subgoals, index = torch.randn(steps + 1, matches, 2, 4), torch.randint(steps + 1, (steps, candidates, matches, 2))
     found = agents.compare(obs, last_action, h, seat, subgoals, index)
     for k in range(candidates):
-        subgoal = subgoals.gather(0, index[:, k].unsqueeze(-1).expand(-1, -1, -1, 3))
+        subgoal = subgoals.gather(0, index[:, k].unsqueeze(-1).expand(-1, -1, -1, 4))
         expected = agents.step(obs, last_action, h, seat, subgoal)
         torch.testing.assert_close(found[:, k], expected, rtol=1e-5, atol=1e-5)
 
@@ -359,7 +359,7 @@ def test_the_target_of_the_kl_divergence_is_the_selected_subgoal_with_its_probab
             assert share == pytest.approx(probability, abs=0.04 if probability == 0.3 else 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"code": "mean"}, {"code": "mean", "q_gradient": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"q_gradient": False}], ids=str)
 def test_updates_without_mixing_are_those_with_probability_0(options):
     env = env_spec()
     batch, found = long_batch(env), []
@@ -393,7 +393,7 @@ def test_losses_are_the_models_and_the_q_networks_one_after_the_other(options):
         h = learner.agents.init_hidden(*seat.shape)
         with torch.no_grad():
             averaged = learner.target_model.unroll(obs, batch["all_action"][:-1], seat)
-            subgoals = [learner.model.read(inferred[0]), learner.target_model.read(averaged[0])]
+            subgoals = [inferred[0], averaged[0]]
             _, hidden = learner.agents(obs, last_action, h, seat, subgoals[0])
         subgoals, model_loss, model_logs = learner.model_loss(batch, inputs, hidden, inferred, subgoals)
         q, hidden = learner.agents(obs, last_action, h, seat, subgoals[0])
@@ -410,7 +410,8 @@ def test_losses_are_the_models_and_the_q_networks_one_after_the_other(options):
     (loss, logs, grads), (expected, expected_logs, expected_grads) = found
     assert torch.equal(loss, expected) and loss.item() > 0
     assert logs.keys() == expected_logs.keys() and all(torch.equal(logs[key], expected_logs[key]) for key in logs)
-    assert all(map(torch.equal, grads, expected_grads))
+    for gradient, wanted in zip(grads, expected_grads):  # terms of a sum are in another order
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
 
 
 def test_a_side_stream_on_the_cpu_runs_everything_in_order():
@@ -549,7 +550,7 @@ def test_the_averaged_inference_model_plays_greedily(paper):
 
 
 def test_by_default_nothing_is_drawn_but_what_is_mixed():
-    """What the Q-network reads, and what is selected from, are decoded means."""
+    """What the Q-network reads, and what is selected from, are means."""
     env, read = env_spec(), []
     learner, batch = make_learner(env), long_batch(env)
     learner.set_mix_probability(1.0)
@@ -561,9 +562,9 @@ def test_by_default_nothing_is_drawn_but_what_is_mixed():
     assert torch.equal(inferred, again[0]) and torch.equal(mixed, again[1]) and not torch.equal(inferred, mixed)
     inputs = learner.inputs(batch)
     _, _, (mean, _) = learner.model.unroll(inputs[0], batch["all_action"][:-1], batch["seat"][0])
-    torch.testing.assert_close(inferred, learner.model.vae.decode(mean))
+    torch.testing.assert_close(inferred, mean)
     codes, _ = learner.model.vae.encode(inputs[0][..., env.about_others])
-    torch.testing.assert_close(mixed[:30], learner.model.vae.decode(codes[2:32]))  # --selector 2
+    torch.testing.assert_close(mixed[:30], codes[2:32])  # --selector 2
 
 
 def test_published_settings(tmp_path):
@@ -571,6 +572,7 @@ def test_published_settings(tmp_path):
     args = omg_iql.Args(paper=True, selector="random")
     omg_iql.check_args(args)
     assert (args.subgoal_input, args.predict, args.code, args.selector) == ("obs", "view", "sample", "random")
+    assert not args.q_gradient
     again = omg_iql.Args(**vars(args))  # as a run that is resumed
     omg_iql.check_args(again)
     assert again == args
@@ -713,7 +715,7 @@ def test_what_is_inferred_behind_an_end_is_not_exchanged():
     env = env_spec()
     learner, batch = make_learner(env), random_batch(env, (3, 8, 5), ((0,), (1,), (2,)), ((1, 1, 4),))
     batch["policy_id"] = torch.tensor([[-1, 1, 1], [2, -1, 2], [1, 1, -1]])
-    inferred = torch.randn(10, 3, 1, 3)
+    inferred = torch.randn(10, 3, 1, 4)
     before = usage(learner.target_agents, batch, learner.inputs(batch), inferred)
     for match, end in enumerate((3, 4, 5)):  # the second learner dies
         inferred[end:, match] = 100.0
