@@ -29,6 +29,7 @@ METHODS = {
     "naive OM": ("naive_om_iql",),
     "MIX": ("mix_iql",),
     "OMG": ("omg_iql",),
+    "OMG, no subgoals": ("omg_iql", "--inference-weight", "0"),  # what its networks and inputs do without its loss
     OURS: ("belief_iql",),
     ORACLE: ("iql", "--tell-who"),
 }  # another method is another line: a script and its options
@@ -263,7 +264,7 @@ def draw(results, path):
         x = np.array(places) + (number - len(methods) / 2) * 0.11
         values = np.array([shown[k]["share"][method][0] for k in places])
         ends = np.array([shown[k]["share"][method][1] for k in places]).reshape(-1, 2).T
-        look = {"fmt": marks[number % 8], "color": COLOURS[number % 9], "ms": 6, "capsize": 2, "lw": 1}
+        look = {"fmt": marks[number % 8], "color": COLOURS[number % len(COLOURS)], "ms": 6, "capsize": 2, "lw": 1}
         axes.errorbar(x, values, np.abs(ends - values), label=method, **look)
     for y, name in ((0, "IQL"), (1, "oracle: observes the others' policies")):
         axes.axhline(y, color="grey", linewidth=1)

@@ -10,7 +10,8 @@ from envs import files
 from envs.runs import wilson_interval
 
 COLOURS = (
-    "#000000", "#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#888888", "#0072B2", "#A89C00"
+    "#000000", "#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#888888", "#0072B2", "#A89C00",
+    "#8C564B",
 )  # also for colour-blind readers  # fmt: skip
 
 
