@@ -29,7 +29,7 @@ METHODS = {
     "naive OM": ("naive_om_iql",),
     "MIX": ("mix_iql",),
     "OMG": ("omg_iql",),
-    "OMG, no subgoals": ("omg_iql", "--inference-weight", "0"),  # what its networks and inputs do without its loss
+    "OMG, no subgoals": ("omg_iql", "--inference-weight", "0", "--q-subgoal", "inferred"),  # networks and inputs alone
     OURS: ("belief_iql",),
     ORACLE: ("iql", "--tell-who"),
 }  # another method is another line: a script and its options

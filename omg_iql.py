@@ -86,7 +86,7 @@ class Args:
     predict: Literal["future", "view", "features"] = "future"  # decoded: the selected state, the view or features of it
     code: Literal["mean", "sample"] = "mean"  # what Q reads: the mean of the subgoal's Gaussian or a sample
     q_gradient: bool = True  # whether Q's loss trains the inference model, too, through what Q reads
-    inference_weight: float = 1.0  # weight of the inference model's own loss beside Q's
+    inference_weight: float = 0.1  # weight of the inference model's own loss beside Q's
     inference: Literal["cvae", "mlp"] = "cvae"  # the conditional VAE, or a network that predicts the subgoal itself
     q_subgoal: Literal["mixed", "inferred", "selected"] = "mixed"  # Q's subgoal in updates: selected with epsilon
     mix: Literal["q-input", "kl-target"] = "q-input"  # where that applies: Q's input (paper) or the KL (released code)

@@ -65,7 +65,7 @@ from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng  # noqa: E4
 from envs.metrics import masked_mean  # noqa: E402
 
 PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample", "q_gradient": False,
-         "bootstrap_subgoal": "same", "pretrain_updates": 5000}  # fmt: skip
+         "inference_weight": 1.0, "bootstrap_subgoal": "same", "pretrain_updates": 5000}  # fmt: skip
 FIELDS = ("obs", "alive", "all_action")
 
 
