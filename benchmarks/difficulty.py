@@ -137,7 +137,7 @@ def print_agreement(steps, figures, ours, name=None):
     correlation = rank_correlation([ours[key] for key in both], [PUBLISHED[key] for key in both])
     apart = np.mean([abs(figures[key][0] - PUBLISHED[key][0]) for key in both], axis=0)
     least = apart.argmin()
-    print(f"{name or 'all'}, {len(both)} figures: rank correlation {correlation:.2f}, "
+    print(f"{name or 'all'}, {len(both)} figures: rank correlation {correlation:.3f}, "
           f"mean absolute difference {apart[-1]:.1f} points, "
           f"at the least {apart[least]:.1f} after {steps[least]:,} steps")  # fmt: skip
 

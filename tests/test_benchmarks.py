@@ -92,8 +92,8 @@ def test_the_difficulty_table(tmp_path):
         "| MMM2 | 50 | 69 | 0 (4.0) | 0 (6.1) |  |",
         "| corridor | 0 (2.0) | 1 |  | 0 (1.9) |  |",
     ]
-    assert output[5].startswith("qmix, 3 figures: rank correlation 1.00, mean absolute difference 11.3 points, at the ")
-    assert output[7].startswith("all, 5 figures: rank correlation 0.90, ")
+    assert output[5].startswith("qmix, 3 figures: rank correlation 1.000, mean absolute difference 11.3 points, at ")
+    assert output[7].startswith("all, 5 figures: rank correlation 0.900, ")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
