@@ -345,6 +345,23 @@ def test_a_run_stopped_after_every_round_equals_one_that_was_not(complete_run, n
     assert files_in(folder) == ["checkpoint", *["events"] * sessions, "results"]
 
 
+@pytest.mark.parametrize("name", ["iql", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SCRIPTS)[1:])])
+def test_a_run_reads_no_memory_that_was_not_written(complete_run, name, tmp_path, monkeypatch):
+    """With NaN in all memory that torch hands out, which `set_up_torch` prevents for speed, it is the same run."""
+    expected, set_up_torch = complete_run(name)["run"].folder, runs.set_up_torch
+
+    def set_up_and_fill(args):
+        device = set_up_torch(args)
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+        assert torch.empty(9).isnan().all()
+        return device
+
+    monkeypatch.setattr(runs, "set_up_torch", set_up_and_fill)
+    assert_same_run(expected, train(name, tmp_path)["run"].folder)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_another_seed_is_another_run(complete_run, tmp_path):
     other = train("iql", tmp_path, seed=2)["run"].folder
     assert curves(complete_run("iql")["run"].folder) != curves(other)
