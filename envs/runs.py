@@ -265,7 +265,7 @@ def set_up_torch(args):
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import torch.compile
-        torch.utils.deterministic.fill_uninitialized_memory = False  # with NaN: a fifth of an update's time
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel a tensor: a fifth of an update
     if platform.machine() == "aarch64":
         torch.backends.mkldnn.enabled = False  # oneDNN is slow there at matrices as small as these
     _do_not_import_torch_compile()
