@@ -437,7 +437,7 @@ class Learner:
         self.model_parameters = list(self.model.parameters())
         groups = [{"params": self.parameters}, {"params": self.model_parameters, "lr": args.model_learning_rate}]
         # fused, so that an update that is not finite can be skipped without waiting for the device
-        self.optimizer = torch.optim.Adam(groups, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda)
+        self.optimizer = torch.optim.Adam(groups, args.learning_rate, fused=True, capturable=args.cuda)
         self.metrics = runs.Metrics(env.device)
         self.graphed_update = Graphed(self.update, env.device)
 

@@ -406,9 +406,7 @@ class Learner:
         self.parameters = [*self.agents.parameters(), *self.mixer.parameters()]
         self.target_parameters = [*self.target_agents.parameters(), *self.target_mixer.parameters()]
         # fused, so that an update that is not finite can be skipped without waiting for the device
-        self.optimizer = torch.optim.Adam(
-            self.parameters, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda
-        )
+        self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, fused=True, capturable=args.cuda)
         self.metrics = runs.Metrics(env.device)
         self.graphed_update = Graphed(self.update, env.device)
 

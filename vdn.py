@@ -377,9 +377,7 @@ class Learner:
         self.parameters = list(self.agents.parameters())
         self.target_parameters = list(self.target_agents.parameters())
         # fused, so that an update that is not finite can be skipped without waiting for the device
-        self.optimizer = torch.optim.Adam(
-            self.parameters, args.learning_rate, eps=1e-5, fused=True, capturable=args.cuda
-        )
+        self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, fused=True, capturable=args.cuda)
         self.metrics = runs.Metrics(env.device)
         self.graphed_update = Graphed(self.update, env.device)
 
