@@ -84,7 +84,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import envs  # noqa: E402
 from envs import checkpoints, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, round_up  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, SideStream, gather, round_up  # noqa: E402
 from envs.metrics import masked_mean, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
@@ -421,6 +421,7 @@ class Learner:
         # fused, so that an update that is not finite can be skipped without waiting for the device
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, fused=True, capturable=args.cuda)
         self.metrics = runs.Metrics(env.device)
+        self.side_stream = SideStream(env.device)
         self.graphed_update = Graphed(self.update, env.device)
 
     def networks(self):
@@ -455,6 +456,7 @@ class Learner:
     def model_loss(self, batch, obs, last_action, steps_left):
         """(the Q-network's additional input at all steps, the opponent model's loss, its metrics)"""
         inferred, _, log_probs = self.model.unroll(obs, batch["all_action"][:-1], batch["seat"][0])
+        self.side_stream.join()  # the Q-network needs no more
         _, action, mask = self.others(batch, steps_left)
         loss = masked_mean(mask, -gather_q(log_probs[:-1], action))
         accuracy = masked_mean(mask, (log_probs[:-1].argmax(-1) == action).float())
@@ -466,7 +468,8 @@ class Learner:
         action, reward = batch["action"][:-1], batch["reward"][:-1]  # (steps, matches, seats)
         avail, alive, seat = batch["avail"], batch["alive"], batch["seat"][0]
         obs, last_action, steps_left = self.inputs(batch)
-        inferred, model_loss, _ = self.model_loss(batch, obs, last_action, steps_left)
+        with self.side_stream:  # beside what follows, in the backward pass too
+            inferred, model_loss, _ = self.model_loss(batch, obs, last_action, steps_left)
         h = self.agents.init_hidden(*seat.shape)
         q, _ = self.agents(obs, last_action, h, seat, inferred)  # (steps + 1, matches, seats, actions)
         q_taken = gather_q(q[:-1], action)  # (steps, matches, seats)
@@ -484,6 +487,7 @@ class Learner:
         td_error = torch.where(mask, q_taken - target, 0.0)
         td_loss = td_error.square().sum() / mask.sum()
         q_values = torch.where(mask, q_taken, 0.0).sum() / mask.sum()
+        self.side_stream.join(obs, last_action, steps_left, inferred)
         logs = {"losses/td_loss": td_loss, "losses/q_values": q_values, "om/loss": model_loss}
         return td_loss + model_loss, logs
 

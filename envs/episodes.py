@@ -109,15 +109,18 @@ class Graphed:
 class SideStream:
     """`with side_stream:` runs its block on a second CUDA stream, beside what follows, up to `join()`.
 
-    On the CPU everything runs in order.
+    A `join()` in the block waits for what stands above it. On the CPU everything runs in order.
     """
 
     def __init__(self, device):
-        self.stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self.stream, self.main = None, None
+        if device.type == "cuda":
+            self.stream, self.main = torch.cuda.Stream(), torch.cuda.current_stream()
 
     def __enter__(self):
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
+            self.main = torch.cuda.current_stream()
+            self.stream.wait_stream(self.main)
             self.context = torch.cuda.stream(self.stream)
             self.context.__enter__()
 
@@ -125,9 +128,11 @@ class SideStream:
         if self.stream is not None:
             self.context.__exit__(*error)
 
-    def join(self):
+    def join(self, *shared):
+        """`shared` tensors, which the backward passes of both streams read, are not freed before the next `join`."""
         if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            self.main.wait_stream(self.stream)
+            self.shared = shared
 
 
 class EpisodeRunner:

@@ -26,7 +26,7 @@ from scripts import MODEL_SCRIPTS, NOT_TRAINED, SCRIPTS, stopped, train, write_r
 
 import envs
 from envs import checkpoints, play, runs
-from envs.episodes import EpisodeRunner, load_runner
+from envs.episodes import EpisodeRunner, Graphed, load_runner
 from envs.team import Team
 from pretrain_cvae import Pretraining
 
@@ -232,6 +232,24 @@ def test_actions_and_observations_of_dead_others_are_no_targets(name, garbage):
     assert_unchanged(learner, batch, batch | {key: corrupt(batch, key, ~batch["all_alive"], garbage) for key in fields})
     of_living = batch | {"all_action": corrupt(batch, "all_action", batch["all_alive"], garbage)}
     assert gradients(learner, batch, 1)[0] != gradients(learner, of_living, 1)[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_second_stream_changes_no_weight(name):
+    env, weights = env_spec(device=torch.device("cuda")), []
+    batch = random_batch(env, [40] * 64, [[0, 1]] * 64, deaths=())
+    batch = {key: values.to(env.device) for key, values in batch.items()}
+    for streams in (1, 2):
+        learner = random_learner(name, env, cuda=True, hidden_dim=64)
+        assert learner.side_stream.stream is not None
+        if streams == 1:
+            learner.side_stream.stream = None
+        update = Graphed(learner.update, env.device)
+        for _ in range(20):  # the first as it is, the others as a graph
+            update(batch)
+        weights.append([*learner.parameters, *learner.target_parameters, *learner.model_parameters])
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 # ---- acting and learning compute the same ----
