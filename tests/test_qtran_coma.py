@@ -198,7 +198,7 @@ def test_qtran_finds_the_best_of_a_game_that_is_not_monotonic(name, expected):
     for _ in range(2):  # all joint actions, about equally often
         _, lengths, _, valid = runner.play(epsilon=1.0)
         buffer.add(runner.episodes, lengths, valid)
-    learner.learn(buffer, updates=300)
+    learner.learn(buffer, updates=600)
     assert float(make_runner(env, learner.target_agents).evaluate(32)[0].mean()) == expected
 
 
