@@ -262,18 +262,16 @@ class QTRANBase(nn.Module):
         self.encoder = mlp(inputs, inputs, 1, inputs)
         self.joint = mlp(env.state_dim + inputs, args.joint_dim, args.joint_layers, 1)
         self.value = mlp(env.state_dim, args.joint_dim, args.joint_layers, 1)
-        self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
 
-    def forward(self, h, action, weight, state):
-        """h (steps, matches, seats, hidden), action and weight (steps, matches, seats), state (steps, matches,
-        state_dim) -> (the joint value (steps, matches, 1), nothing); seats with weight 0 are left out
+    def forward(self, h, action, state):
+        """h (steps, matches, seats, hidden), action (steps, matches, seats, actions) one-hot,
+        state (steps, matches, state_dim) -> (the joint value (steps, matches, 1), nothing)
         """
-        one_hot = (action.unsqueeze(-1) == self.actions).to(h.dtype)
-        encoding = self.encoder(torch.cat((h, one_hot), -1)) * weight.unsqueeze(-1)
-        return self.joint(torch.cat((state, encoding.sum(2)), -1)), None
+        encoding = self.encoder(torch.cat((h, action), -1)).sum(2)
+        return self.joint(torch.cat((state, encoding), -1)), None
 
-    def state_value(self, h, weight, state):
+    def state_value(self, h, state):
         return self.value(state)  # (steps, matches, 1)
 
 
@@ -285,37 +283,28 @@ class QTRANAlt(nn.Module):
         hidden, n_actions = args.hidden_dim, env.n_actions
         self.h_encoder = mlp(hidden, hidden, 1, hidden)
         self.action_encoder = mlp(n_actions, n_actions, 1, n_actions)
-        inputs = env.state_dim + seats + hidden + n_actions
-        self.joint = mlp(inputs, args.joint_dim, args.joint_layers, n_actions)
+        self.joint = mlp(env.state_dim + seats + hidden + n_actions, args.joint_dim, args.joint_layers, n_actions)
         self.value_encoder = mlp(hidden, hidden, 1, hidden)
         self.value = mlp(env.state_dim + hidden, args.joint_dim, args.joint_layers, 1)
         self.register_buffer("seat_one_hot", torch.eye(seats), persistent=False)
-        self.register_buffer("actions", torch.arange(n_actions), persistent=False)
         self.to(env.device)
 
-    def forward(self, h, action, weight, state):
+    def forward(self, h, action, state):
         """As that of QTRANBase, but -> (by each seat's network (steps, matches, seats), of all its actions)"""
-        weight = weight.unsqueeze(-1)
-        all_h = (self.h_encoder(h) * weight).sum(2)
-        encoding = self.action_encoder((action.unsqueeze(-1) == self.actions).to(h.dtype)) * weight
+        all_h = self.h_encoder(h).sum(2)
+        encoding = self.action_encoder(action)
         others = encoding.sum(2, keepdim=True) - encoding
         shared = torch.cat((state, all_h), -1).unsqueeze(2).expand(*others.shape[:3], -1)
         seat = self.seat_one_hot.expand(*others.shape[:3], -1)
         values = self.joint(torch.cat((shared, seat, others), -1))
-        return gather_q(values, action), values  # (steps, matches, seats, actions)
+        return (values * action).sum(-1), values  # (steps, matches, seats, actions)
 
-    def state_value(self, h, weight, state):
-        all_h = (self.value_encoder(h) * weight.unsqueeze(-1)).sum(2)
-        return self.value(torch.cat((state, all_h), -1))  # (steps, matches, 1)
+    def state_value(self, h, state):
+        return self.value(torch.cat((state, self.value_encoder(h).sum(2)), -1))  # (steps, matches, 1)
 
 
 def greedy_action(q, avail):
     return q.masked_fill(~avail, -1e9).argmax(-1)
-
-
-def gather_q(q, action):
-    """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
-    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
 
 
 def lambda_returns(reward, next_value, terminated, truncated, gamma, td_lambda):
@@ -472,16 +461,15 @@ class Learner:
         state = torch.where(steps_left[..., None] >= 0, batch["state"], 0.0)
         last_action = torch.cat((torch.full_like(action[:1], -1), action))
         h = self.agents.init_hidden(*seat.shape)
-        q, h_online = self.agents(obs, last_action, h, seat)  # (steps + 1, matches, seats, actions), (..., hidden)
-        greedy = greedy_action(q, avail)
-        weight = torch.ones_like(alive, dtype=q.dtype)
-        if not self.env.team_reward:  # who has left counts as 0, and its action is the first
-            weight, greedy, action = alive.to(q.dtype), greedy * alive, action * alive[:-1]
-            avail = torch.where(alive.unsqueeze(-1), avail, torch.arange(q.shape[-1], device=q.device) == 0)
-            q = q * alive.unsqueeze(-1)
+        q, online_h = self.agents(obs, last_action, h, seat)  # (steps + 1, matches, seats, actions), (..., hidden)
+        # with individual rewards, who has left has neither value nor memory, and its action is the first
+        counts = (alive | self.env.team_reward).unsqueeze(-1)
+        q, online_h, avail = q * counts, online_h * counts, torch.where(counts, avail, self.agents.actions == 0)
+        action, greedy = batch["action"].unsqueeze(-1) * counts, greedy_action(q, avail).unsqueeze(-1)
+        action, greedy = ((x == self.agents.actions).to(q.dtype) for x in (action, greedy))  # one-hot
         with torch.no_grad():
             _, target_h = self.target_agents(obs, last_action, h, seat)
-            next_value, _ = self.target_mixer(target_h[1:], greedy[1:], weight[1:], state[1:])
+            next_value, _ = self.target_mixer((target_h * counts)[1:], greedy[1:], state[1:])
             reward = reward[..., :1] if self.env.team_reward else reward.sum(-1, keepdim=True)
             mask = (steps_left[:-1] > 0).unsqueeze(-1).expand_as(next_value)
             terminated = batch["terminated"][:-1].unsqueeze(-1)
@@ -489,13 +477,13 @@ class Learner:
             reward = torch.where(mask, self.reward_scale * reward, 0.0)
             target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.td_lambda)
 
-        q, h, greedy, avail, weight, state = (x[:-1] for x in (q, h_online, greedy, avail, weight, state))
-        joint, values = self.mixer(h, action, weight, state)
+        q, h, action, greedy, avail, state = (x[:-1] for x in (q, online_h, action, greedy, avail, state))
+        joint, values = self.mixer(h, action, state)
         with torch.no_grad():
-            joint_greedy, _ = self.mixer(h, greedy, weight, state)
-        state_value = self.mixer.state_value(h, weight, state)
-        q_taken = gather_q(q, action)  # (steps, matches, seats)
-        opt_error = gather_q(q, greedy).sum(-1, keepdim=True) - joint_greedy + state_value
+            joint_greedy, _ = self.mixer(h, greedy, state)
+        state_value = self.mixer.state_value(h, state)
+        q_taken = (q * action).sum(-1)  # (steps, matches, seats)
+        opt_error = (q * greedy).sum(-1).sum(-1, keepdim=True) - joint_greedy + state_value
         if self.args.alt:  # the action of each seat that brings the sum lowest
             others = q_taken.sum(-1, keepdim=True) - q_taken
             nopt_errors = q + others.unsqueeze(-1) - values.detach() + state_value.unsqueeze(-1)

@@ -31,7 +31,7 @@ OF_POPULATION_SCRIPTS = {  # that they do not have in common with iql.py
     "Player.__init__", "Player.act", "Learner.loss",
 }  # fmt: skip
 LINES = {
-    "iql": 480, "vdn": 490, "qmix": 530, "qtran": 575, "naive_om_iql": 600, "liam_iql": 600, "mix_iql": 620,
+    "iql": 480, "vdn": 490, "qmix": 530, "qtran": 560, "naive_om_iql": 600, "liam_iql": 600, "mix_iql": 620,
     "belief_iql": 620, "ippo": 470, "mappo": 470, "coma": 520, "brdiv": 560, "hop": 620, "omg_iql": 850,
     "pretrain_cvae": 200, "evaluate": 420,
 }  # fmt: skip

@@ -235,13 +235,17 @@ def test_actions_and_observations_of_dead_others_are_no_targets(name, garbage):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_second_stream_changes_no_weight(name):
+@pytest.mark.parametrize(
+    ("name", "mix_probability"), [*((name, None) for name in BASELINES), ("omg_iql", 0.5), ("omg_iql", 0.0)]
+)
+def test_a_second_stream_changes_no_weight(name, mix_probability):
     env, weights = env_spec(device=torch.device("cuda")), []
     batch = random_batch(env, [40] * 64, [[0, 1]] * 64, deaths=())
     batch = {key: values.to(env.device) for key, values in batch.items()}
     for streams in (1, 2):
         learner = random_learner(name, env, cuda=True, hidden_dim=64)
+        if mix_probability is not None:
+            learner.set_mix_probability(mix_probability)
         assert learner.side_stream.stream is not None
         if streams == 1:
             learner.side_stream.stream = None
@@ -249,7 +253,8 @@ def test_a_second_stream_changes_no_weight(name):
         for _ in range(20):  # the first as it is, the others as a graph
             update(batch)
         weights.append([*learner.parameters, *learner.target_parameters, *learner.model_parameters])
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if name == "omg_iql" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(*weights, **tolerance)
 
 
 # ---- acting and learning compute the same ----

@@ -75,16 +75,15 @@ def plain_qtran_loss(learner, batch):
 
     def joint_values(mixer, h, t, m, actions):
         """The joint value of these actions: one number, or one for every action of every seat."""
-        state, there = batch["state"][t, m].double().numpy(), [a for a in range(SEATS) if counts(t, m, a)]
+        state, memory = batch["state"][t, m].double().numpy(), [h[t, m, a] * counts(t, m, a) for a in range(SEATS)]
         if not args.alt:
-            inputs = [np.concatenate((h[t, m, a], one_hot(actions[a], ACTIONS))) for a in there]
-            encoding = sum((plain_mlp(mixer.encoder, x) for x in inputs), np.zeros(8 + ACTIONS))
+            inputs = [np.concatenate((memory[a], one_hot(actions[a], ACTIONS))) for a in range(SEATS)]
+            encoding = sum(plain_mlp(mixer.encoder, x) for x in inputs)
             return plain_mlp(mixer.joint, np.concatenate((state, encoding)))
-        all_h = sum((plain_mlp(mixer.h_encoder, h[t, m, a]) for a in there), np.zeros(8))
+        all_h = sum(plain_mlp(mixer.h_encoder, x) for x in memory)
         values = []
         for a in range(SEATS):
-            others = [plain_mlp(mixer.action_encoder, one_hot(actions[b], ACTIONS)) for b in there if b != a]
-            others = sum(others, np.zeros(ACTIONS))
+            others = sum(plain_mlp(mixer.action_encoder, one_hot(actions[b], ACTIONS)) for b in range(SEATS) if b != a)
             values.append(plain_mlp(mixer.joint, np.concatenate((state, all_h, one_hot(a, SEATS), others))))
         return np.array(values)
 
@@ -94,8 +93,8 @@ def plain_qtran_loss(learner, batch):
     def state_value(t, m):
         state = batch["state"][t, m].double().numpy()
         if args.alt:
-            inputs = [online_h[t, m, a] for a in range(SEATS) if counts(t, m, a)]
-            encoding = sum((plain_mlp(learner.mixer.value_encoder, x) for x in inputs), np.zeros(8))
+            inputs = [online_h[t, m, a] * counts(t, m, a) for a in range(SEATS)]
+            encoding = sum(plain_mlp(learner.mixer.value_encoder, x) for x in inputs)
             state = np.concatenate((state, encoding))
         return plain_mlp(learner.mixer.value, state)[0]
 
