@@ -257,6 +257,7 @@ def draw(results, path):
     figure = Figure(figsize=(1.9 * max(len(shown), 3) + 1.5, 4.2), layout="constrained")
     axes = figure.subplots()
     methods, marks = [m for m in METHODS | WITH_MEMORY if m != ORACLE], ".osD^v*P"
+    low, high = -0.75, 1.75  # where the models learn faster than the oracle, shares may be far above 1
     for number, method in enumerate(methods):
         places = [k for k, result in enumerate(shown) if method in result["share"] and method != BASE]
         if not places:
@@ -265,12 +266,18 @@ def draw(results, path):
         values = np.array([shown[k]["share"][method][0] for k in places])
         ends = np.array([shown[k]["share"][method][1] for k in places]).reshape(-1, 2).T
         look = {"fmt": marks[number % 8], "color": COLOURS[number % len(COLOURS)], "ms": 6, "capsize": 2, "lw": 1}
-        axes.errorbar(x, values, np.abs(ends - values), label=method, **look)
-    for y, name in ((0, "IQL"), (1, "oracle: observes the others' policies")):
-        axes.axhline(y, color="grey", linewidth=1)
-        axes.text(-0.48, y + 0.02, name, fontsize=7, color="grey")
+        if method == OURS:
+            look |= {"color": "black", "ms": 11}
+        inside = np.clip(values, low + 0.1, high - 0.1)
+        axes.errorbar(x, inside, np.where(inside == values, np.abs(ends - values), 0), label=method, **look)
+        for place, value, at in zip(x, values, inside):
+            if at != value:  # beyond the axis
+                axes.text(place, at - 0.1, f"{value:.1f}", ha="center", va="top", fontsize=7)
+    for y, name in ((0, "IQL"), (1, "oracle")):
+        axes.axhline(y, color="grey", linewidth=1, zorder=0)
+        axes.text(1.005, y, name, transform=axes.get_yaxis_transform(), va="center", color="grey")
     axes.set_xticks(range(len(shown)), [result["stage"] for result in shown])
-    axes.set(ylabel="share of the headroom", xlim=(-0.5, max(len(shown), 1) - 0.5))
+    axes.set(ylabel="share of the headroom", xlim=(-0.5, max(len(shown), 1) - 0.5), ylim=(low, high))
     if flat := [result["stage"] for result in results if not result["exists"]]:
         axes.set_xlabel(f"without headroom: {', '.join(flat)}", fontsize=8)
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
