@@ -221,7 +221,7 @@ def text_of(command, results, seconds):
         "encounter is one long episode. Other methods remember nothing of earlier matches; ours keeps its belief.",
         "## Share of the headroom, with others that were learned with",
         "0 is IQL, 1 the oracle. Headroom: how far the oracle is ahead of IQL; below 3% of its score, or where the "
-        "interval has 0, there is none.",
+        "interval has 0, there is none. In the figure a mark with a number below it is beyond the axis.",
         markdown(["stage", "headroom", *methods[:-1]], shares),
         "![share of the headroom](headroom.png)",
         "## Scores with others that were learned with",
