@@ -1,9 +1,9 @@
 """Belief Q-learning: infer the others' policies and next actions, and remember the policies from match to match.
 
 A recurrent network reads what the learner has seen and what everybody has done. One head gives the probabilities of
-every other agent's next action, one those of its policy, among the policies that others are drawn from. Both are inputs
-of the Q-network. In an encounter, matches in a row with the same others, what earlier matches showed of their policies
-is added by Bayes' rule: the belief. Everything else is independent Q-learning, as in iql.py.
+every other agent's next action, one those of its policy, among those that others are drawn from; one has features that
+Q-learning trains. All are inputs of the Q-network. In an encounter, matches in a row with the same others, what
+earlier matches showed of their policies is added by Bayes' rule: the belief. The rest is Q-learning as in iql.py.
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
     python belief_iql.py --env-id kuhn --encounter 5 --cuda     docs/belief_iql.md has the logged keys and the results
@@ -75,6 +75,7 @@ class Args:
     recurrence: bool = True  # whether agents have a memory, or (--no-recurrence) see the present only
     dueling: bool = False  # whether Q is a value plus advantages, from two heads
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
+    q_features: int = 16  # features of the opponent model's memory that Q-learning trains; 0: none
     carry_belief: bool = True  # whether the belief is kept from match to match of an encounter
     n_policies: int | None = None  # how many policies the others may have: the run sets it, from the team
 
@@ -104,7 +105,7 @@ def check_args(args):
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
         "batch_size encounter hidden_dim reward_scale learning_rate model_learning_rate max_grad_norm n_policies",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval train_frequency",
+        non_negative="seed checkpoint_interval log_interval train_frequency q_features",
     )
     runs.check_team_options(args)
     runs.resolve_device(args)
@@ -188,7 +189,8 @@ class Agents(nn.Module):
 
     def __init__(self, args, env):
         super().__init__()
-        inputs = env.obs_dim + env.n_actions + env.n_agents + (env.n_agents - 1) * (env.n_actions + args.n_policies)
+        inputs = env.obs_dim + env.n_actions + env.n_agents + args.q_features
+        inputs += (env.n_agents - 1) * (env.n_actions + args.n_policies)
         self.hidden_dim = args.hidden_dim
         self.recurrence = args.recurrence
         self.fc1 = nn.Linear(inputs, args.hidden_dim)
@@ -234,7 +236,7 @@ def seat_order(env):
 
 
 class OpponentModel(nn.Module):
-    """Predicts the others' next actions and their policies: a GRU over past observations and actions, and two heads."""
+    """A GRU over past observations and actions; heads for the others' next actions, their policies and Q's features."""
 
     def __init__(self, args, env, hidden_dim=96):
         super().__init__()
@@ -247,6 +249,7 @@ class OpponentModel(nn.Module):
         self.policy_head = nn.Sequential(
             nn.Linear(32 + hidden_dim, 64), nn.ReLU(), nn.Linear(64, math.prod(self.belief_shape))
         )
+        self.q_features = nn.Linear(32 + hidden_dim, args.q_features) if args.q_features else None
         self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
@@ -257,7 +260,7 @@ class OpponentModel(nn.Module):
     def forward(self, obs, last_obs, all_last_action, seat, h, evidence):
         """obs and last_obs (time, matches, seats, obs_dim), all_last_action (time, matches, agents),
         evidence (matches, seats, others, policies): the log-belief at the end of the last match
-        -> probabilities for the Q-network, hidden states, log-probabilities of actions and (from this match) policies
+        -> input of the Q-network, hidden states, log-probabilities of actions and (from this match) policies
 
         At the start last_obs is 0 and all_last_action is -1.
         """
@@ -266,11 +269,12 @@ class OpponentModel(nn.Module):
         actions = (actions.unsqueeze(-1) == self.actions).to(obs.dtype).flatten(-2)
         h = self.rnn(torch.cat((last_obs, actions), -1), h)
         x = torch.cat((F.relu(self.fc_obs(obs)), h), -1)
+        features = x[..., :0].detach() if self.q_features is None else self.q_features(x)
         log_policy = F.log_softmax(self.policy_head(x).unflatten(-1, self.belief_shape), -1)
         x = self.head(F.relu(self.fc1(x))).unflatten(-1, (-1, len(self.actions)))
         log_probs = F.log_softmax(x, -1)  # (time, matches, seats, others, actions)
         belief = (log_policy.detach() + evidence).softmax(-1)
-        inferred = torch.cat((log_probs.detach().exp().flatten(-2), belief.flatten(-2)), -1)
+        inferred = torch.cat((features, log_probs.detach().exp().flatten(-2), belief.flatten(-2)), -1)
         return inferred, h, log_probs, log_policy
 
     def unroll(self, obs, all_action, seat, evidence):
