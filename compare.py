@@ -37,6 +37,10 @@ MEMORY_KEPT = ", memory kept"
 WITH_MEMORY = {
     f"{name}{MEMORY_KEPT}": (*METHODS[name], "--keep-memory") for name in (BASE, "naive OM")
 }  # one long episode
+ERRING = ", erring others"
+WITH_ERRORS = {
+    f"{name}{ERRING}": (*METHODS[name], "--teammate-epsilon", "0", "0.2") for name in (BASE, OURS)
+}  # learned with others who err in up to a fifth of their actions, a share drawn for each match; tested without errors
 MIN_HEADROOM = 0.03  # of the oracle's score: a smaller headroom is none
 
 
@@ -46,13 +50,14 @@ class Plan:
     held_out: strangers.Plan
     learners: dict  # method -> runs
     tests: dict  # method -> its evaluation with the strangers
+    known: dict  # method that learns with errors -> its evaluation with the pool, which then makes none
 
     @property
     def jobs(self):
         learners = [
             job for k in range(len(self.learners[BASE])) for job in (runs[k] for runs in self.learners.values())
         ]
-        return [*self.held_out.jobs, *learners, *self.tests.values()]
+        return [*self.held_out.jobs, *learners, *self.tests.values(), *self.known.values()]
 
 
 def stages_of(args):
@@ -61,7 +66,7 @@ def stages_of(args):
 
 def methods_of(stage):
     """The methods on a stage, the oracle last."""
-    methods = METHODS | (WITH_MEMORY if stage.encounter > 1 else {})
+    methods = METHODS | WITH_ERRORS | (WITH_MEMORY if stage.encounter > 1 else {})
     return {name: methods[name] for name in sorted(methods, key=lambda name: name == ORACLE)}
 
 
@@ -80,7 +85,13 @@ def make_plan(args, name):
     few = ("--num-envs", "16", "--eval-interval", "3000", "--eval-episodes", "16", "--final-eval-episodes", "16")
     many = ("--eval-episodes", "256", "--final-eval-episodes", "4096")
     common = (*device, "--total-timesteps", str(steps), *(few if quick else many), *team, "--pool", *held_out.pool)
-    learners, tests = {}, {}
+
+    def evaluation(method, others, label):
+        words = ("--ego", *learners[method], "--others", *others, "--encounter", str(stage.encounter))
+        words += ("--groups", "homologue", "--episodes", str(args.episodes), *device)
+        return Evaluation(ROOT / "evaluate.py", stage.env_id, 1, words, label)
+
+    learners, tests, known = {}, {}, {}
     for method, (script, *options) in methods_of(stage).items():
         label = label_of(method)
         short = ("--pretrain-timesteps", "2000", "--pretrain-updates", "100") if quick and script == "omg_iql" else ()
@@ -89,10 +100,10 @@ def make_plan(args, name):
             for k in range(args.seeds)
         ]
         if method != ORACLE:  # the number of a stranger says nothing
-            words = ("--ego", *learners[method], "--others", *held_out.strangers, "--encounter", str(stage.encounter))
-            words += ("--groups", "homologue", "--episodes", str(args.episodes), *device)
-            tests[method] = Evaluation(ROOT / "evaluate.py", stage.env_id, 1, words, f"evaluate_{label}")
-    return Plan(name, held_out, learners, tests)
+            tests[method] = evaluation(method, held_out.strangers, f"evaluate_{label}")
+        if method in WITH_ERRORS:
+            known[method] = evaluation(method, held_out.pool, f"evaluate_{label}_pool")
+    return Plan(name, held_out, learners, tests, known)
 
 
 # ---- the results ----
@@ -120,24 +131,27 @@ def results_of(args, plan, root):
     stage = strangers.STAGES[plan.stage]
     key = "win_rate" if envs.make(stage.env_id).team_reward else "episodic_return"
     found = read_learners(plan, root)
+    held_out = strangers.manifest_of(replace(strangers.Args(plan.stage), cuda=args.cuda), plan.held_out, root)
     seen = {method: [run["final"][key] for run in runs] for method, runs in found.items()}
+    for method, job in plan.known.items():
+        seen[method] = [row[held_out["measure"]] for row in rows_of(job, root, whole=True)]
     headroom, ends = difference(seen[ORACLE], seen[BASE])
     exists = headroom > MIN_HEADROOM * abs(np.mean(seen[ORACLE])) and (args.seeds == 1 or ends[0] > 0)
-    held_out = strangers.manifest_of(replace(strangers.Args(plan.stage), cuda=args.cuda), plan.held_out, root)
     bounds = {
         name: (held_out["measure"], one["lower"], one["upper"])
         for one in held_out["strangers"] for name in (one["policy"], str(root / one["policy"]))
     }  # fmt: skip
     unseen, raw = {}, {}
     for method, job in plan.tests.items():
-        rows = [row for row in read_results(job, root)["rows"] if row["group"] == "homologue"]
-        whole = [row for row in rows if row["other"] == "all" and row["episodes"]]
-        raw[method] = [row[held_out["measure"]] for row in whole]  # of every seed
-        rows = [{**row, "adapted": 0, "other": name_in_bounds(row["other"], bounds)} for row in rows]
+        raw[method] = [row[held_out["measure"]] for row in rows_of(job, root, whole=True)]
+        rows = [
+            {**row, "adapted": 0, "other": name_in_bounds(row["other"], bounds)}
+            for row in rows_of(job, root, whole=False)
+        ]
         normalise(rows, bounds)
         scores = {}
         for row in rows:
-            if row["other"] != "all" and "normalised" in row:
+            if "normalised" in row:
                 scores.setdefault(row["ego"], []).append(row["normalised"])
         unseen[method] = list(scores.values())  # seeds by strangers
     return {
@@ -146,7 +160,7 @@ def results_of(args, plan, root):
         "share": {m: share(values, seen[BASE], seen[ORACLE]) for m, values in seen.items()} if exists else {},
         "ahead": {m: difference(seen[OURS], values) for m, values in seen.items() if m != OURS},
         "unseen": unseen, "unseen_scores": raw, "strangers": held_out["strangers"],
-        "matches": {m: match_means([run.get("encounter") or {} for run in runs]) for m, runs in found.items()},
+        "matches": {m: match_means(runs) for m, runs in found.items() if m not in plan.known},
         "models": {m: model_means([run.get("om", run.get("omg", {})) for run in runs]) for m, runs in found.items()},
         "seconds": {m: float(np.mean([run["seconds"] for run in runs])) for m, runs in found.items()},
         "steps": found[BASE][0].get("steps"), "versions": found[BASE][0].get("versions", {}),
@@ -163,13 +177,20 @@ def read_learners(plan, root):
     return found
 
 
+def rows_of(job, root, whole):
+    """The rows of an evaluation: of every seed with all others together, or with each of them."""
+    rows = [row for row in read_results(job, root)["rows"] if row["group"] == "homologue"]
+    return [row for row in rows if row["episodes"] and (row["other"] == "all") == whole]
+
+
 def name_in_bounds(other, bounds):
     """The name of a stranger among the bounds: the folder of a run may be written in another way."""
     return next((name for name in bounds if Path(name).name == Path(other).name), other)
 
 
-def match_means(encounters):
+def match_means(runs):
     """Returns by the number of a match in its encounter."""
+    encounters = [run.get("encounter") or {} for run in runs]
     return np.mean([list(one.values()) for one in encounters], 0).tolist() if all(encounters) else []
 
 
@@ -218,7 +239,9 @@ def text_of(command, results, seconds):
         "# When does it pay to model the others?",
         f"{seeds} seeds of every method; means and 95% intervals (Student's t). The oracle is an IQL whose "
         "observations include the others' policies. Settings and steps are the same for all. Memory kept: an "
-        "encounter is one long episode. Other methods remember nothing of earlier matches; ours keeps its belief.",
+        "encounter is one long episode. Other methods remember nothing of earlier matches; ours keeps its belief. "
+        "Erring others: learned with others whose actions are random with a probability of up to 0.2, drawn for each "
+        "match, and tested with others who do not err.",
         "## Share of the headroom, with others that were learned with",
         "0 is IQL, 1 the oracle. Headroom: how far the oracle is ahead of IQL; below 3% of its score, or where the "
         "interval has 0, there is none. In the figure a mark with a number below it is beyond the axis.",
@@ -287,7 +310,7 @@ def draw(results, path):
 def draw_curves(plans, root, path):
     groups = {
         (method, strangers.STAGES[plan.stage].env_id): runs
-        for plan in plans for method, runs in read_learners(plan, root).items()
+        for plan in plans for method, runs in read_learners(plan, root).items() if method not in plan.known
     }  # fmt: skip
     curves(groups, path)
 

@@ -90,12 +90,16 @@ def test_a_comparison_is_fair():
         assert plan.learners.keys() - plan.tests.keys() == {"oracle"}
         for method, jobs in plan.learners.items():
             assert [job.seed for job in jobs] == [1, 2, 3, 4, 5]
-            words = [word for word in jobs[0].arguments if word not in (compare.METHODS | compare.WITH_MEMORY)[method]]
+            options = compare.methods_of(strangers.STAGES[plan.stage])[method][1:]
+            words = [word for word in jobs[0].arguments if word not in options]
             assert words == list(plan.learners["IQL"][0].arguments)  # the same steps, matches, team and pool for all
             assert not set(plan.held_out.strangers) & set(jobs[0].arguments)
         for method, job in plan.tests.items():
-            assert [*plan.learners[method], "--others", *plan.held_out.strangers] == list(job.arguments)[1 : 7 + len(
-                plan.held_out.strangers)]  # fmt: skip
+            words = [*plan.learners[method], "--others", *plan.held_out.strangers]
+            assert words == list(job.arguments)[1 : 1 + len(words)]
+        for method, job in plan.known.items():
+            words = [*plan.learners[method], "--others", *plan.held_out.pool]
+            assert words == list(job.arguments)[1 : 1 + len(words)] and "--teammate-epsilon" not in job.arguments
 
 
 def test_intervals_of_shares_cover_the_truth():
@@ -130,6 +134,10 @@ def pretend(plan, root):
             rows = [{"ego": f"{job.name}__1", "other": other, "group": "homologue", **found}
                     for other in (*others, "all") for job in jobs]  # fmt: skip
             write_results(root / plan.tests[method].name, 0.0, rows)
+        if method in plan.known:
+            rows = [{"ego": f"{job.name}__1", "other": "all", "group": "homologue", "episodes": 8, "win_rate": 0.0,
+                     "return": 0.5 + 0.02 * job.seed} for job in jobs]  # fmt: skip
+            write_results(root / plan.known[method].name, 0.0, rows)
 
 
 def write_results(folder, score, rows=None):
@@ -165,10 +173,12 @@ def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
     (stage,) = report["stages"]
     assert stage["headroom"][0] == pytest.approx(0.6) and stage["exists"]
     shares = {method: share for method, (share, _) in stage["share"].items()}
-    *methods, kept, kept_too, oracle = shares
+    *methods, erring, erring_too, kept, kept_too, oracle = shares
     assert (methods, oracle) == (list(compare.METHODS)[:-1], "oracle") and {kept, kept_too} == {*compare.WITH_MEMORY}
+    assert {erring, erring_too} == {*compare.WITH_ERRORS} and not {erring, erring_too} & stage["matches"].keys()
+    assert [shares[erring], shares[erring_too]] == pytest.approx([0.5, 0.5])  # without errors, not as in their runs
     assert list(shares.values())[:7] == pytest.approx([k / 6 for k in range(7)]) and shares[oracle] == 1
-    assert (shares[kept] + shares[kept_too]) / 2 == pytest.approx(((0.93 + 1.03) / 2 / 5 - 0.23) / 0.6)
+    assert (shares[kept] + shares[kept_too]) / 2 == pytest.approx(((1.13 + 1.23) / 2 / 5 - 0.23) / 0.6)
     assert stage["ahead"]["OMG"][0] == pytest.approx(0.2)
     assert np.array(stage["unseen"]["belief"]).shape == (2, 6)
     assert stage["unseen"]["belief"][0] == pytest.approx([0.5] * 6)
