@@ -22,7 +22,7 @@ from envs.episodes import load_runner
 from envs.results import COLOURS, crossed_interval, curves, interval, markdown, normalise
 from sweep import Evaluation, Job, read_results
 
-BASE, ORACLE, OURS = "IQL", "oracle", "belief"
+BASE, ORACLE, OURS, POOL = "IQL", "oracle", "belief", "a run of the pool"
 METHODS = {
     BASE: ("iql",),
     "LIAM": ("liam_iql",),
@@ -49,7 +49,7 @@ class Plan:
     stage: str
     held_out: strangers.Plan
     learners: dict  # method -> runs
-    tests: dict  # method -> its evaluation with the strangers
+    tests: dict  # method, or a run of the pool where it has runs -> its evaluation with the strangers
     known: dict  # method that learns with errors -> its evaluation with the pool, which then makes none
 
     @property
@@ -86,8 +86,8 @@ def make_plan(args, name):
     many = ("--eval-episodes", "256", "--final-eval-episodes", "4096")
     common = (*device, "--total-timesteps", str(steps), *(few if quick else many), *team, "--pool", *held_out.pool)
 
-    def evaluation(method, others, label):
-        words = ("--ego", *learners[method], "--others", *others, "--encounter", str(stage.encounter))
+    def evaluation(egos, others, label):
+        words = ("--ego", *egos, "--others", *others, "--encounter", str(stage.encounter))
         words += ("--groups", "homologue", "--episodes", str(args.episodes), *device)
         return Evaluation(ROOT / "evaluate.py", stage.env_id, 1, words, label)
 
@@ -100,9 +100,11 @@ def make_plan(args, name):
             for k in range(args.seeds)
         ]
         if method != ORACLE:  # the number of a stranger says nothing
-            tests[method] = evaluation(method, held_out.strangers, f"evaluate_{label}")
+            tests[method] = evaluation(learners[method], held_out.strangers, f"evaluate_{label}")
         if method in WITH_ERRORS:
-            known[method] = evaluation(method, held_out.pool, f"evaluate_{label}_pool")
+            known[method] = evaluation(learners[method], held_out.pool, f"evaluate_{label}_pool")
+    if isinstance(stage.pool, int):  # how many runs
+        tests[POOL] = evaluation(held_out.pool, held_out.strangers, "evaluate_pool")
     return Plan(name, held_out, learners, tests, known)
 
 
@@ -212,6 +214,7 @@ def text_of(command, results, seconds):
         low, high = (number(result, end, sign) for end in ends)
         return number(result, mean, sign) if low == high else f"{number(result, mean, sign)} ({low} to {high})"
 
+    tested = [*methods[:-1], *([POOL] if any(POOL in result["unseen"] for result in results) else [])]
     shares, scores, unseen, raw, matches, ahead = [], [], [], [], [], []
     for result in results:
         name, seen = result["stage"], result["seen"]
@@ -221,13 +224,13 @@ def text_of(command, results, seconds):
         shares.append([name, headroom, *(cells.get(m, "") for m in methods[:-1])])
         means = {m: with_interval(result, *difference(values, [0.0])) for m, values in seen.items()}
         scores.append([name, *(means.get(m, "") for m in methods)])
-        tables = [np.array(result["unseen"].get(m) or [[]]) for m in methods[:-1]]
+        tables = [np.array(result["unseen"].get(m) or [[]]) for m in tested]
         ends = [crossed_interval(t) if t.size > 1 else [] for t in tables]
         unseen.append(
             [name, *(f"{t.mean():.2f} ({e[0]:.2f} to {e[1]:.2f})" if e else "" for t, e in zip(tables, ends))]
         )
         means = {m: with_interval(result, *difference(v, [0.0])) for m, v in result["unseen_scores"].items() if v}
-        raw.append([name, *(means.get(m, "") for m in methods[:-1])])
+        raw.append([name, *(means.get(m, "") for m in tested)])
         if result["encounter"] > 1:
             ends = [result["matches"].get(m) for m in methods]
             cells = [f"{number(result, v[0])}, {number(result, np.mean(v[1:]))}" if v else "" for v in ends]
@@ -255,9 +258,9 @@ def text_of(command, results, seconds):
         "## Scores with strangers",
         "0 is the random policy, 1 a best response to that stranger; mean over strangers, interval over seeds and "
         "strangers together.",
-        markdown(["stage", *methods[:-1]], unseen),
+        markdown(["stage", *tested], unseen),
         "The same as matches won or returns, with intervals over seeds:",
-        markdown(["stage", *methods[:-1]], raw),
+        markdown(["stage", *tested], raw),
         *(["## From match to match of an encounter", "Return of the first match, and the mean of the later ones.",
            markdown(["stage", *methods], matches)] if matches else []),
         "## The belief in two matches",
@@ -303,7 +306,8 @@ def draw(results, path):
     axes.set(ylabel="share of the headroom", xlim=(-0.5, max(len(shown), 1) - 0.5), ylim=(low, high))
     if flat := [result["stage"] for result in results if not result["exists"]]:
         axes.set_xlabel(f"without headroom: {', '.join(flat)}", fontsize=8)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    if shown:
+        figure.legend(loc="outside upper center", ncols=4, frameon=False)
     files.write(path, lambda file: figure.savefig(file, dpi=120))
 
 
@@ -320,6 +324,7 @@ def draw_belief(run, path, matches=2, moments=4):
     from matplotlib.figure import Figure
 
     script, args = checkpoints.script_of(run)
+    args.pool = tuple(str(run.parent / one) if (run.parent / one).exists() else one for one in args.pool)
     env = script.make_env(args, 1, torch.device("cpu"), "video")
     team = script.make_team(args, env, "video")
     runner = load_runner(run, env, team)

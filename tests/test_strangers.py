@@ -95,7 +95,8 @@ def test_a_comparison_is_fair():
             assert words == list(plan.learners["IQL"][0].arguments)  # the same steps, matches, team and pool for all
             assert not set(plan.held_out.strangers) & set(jobs[0].arguments)
         for method, job in plan.tests.items():
-            words = [*plan.learners[method], "--others", *plan.held_out.strangers]
+            egos = plan.held_out.pool if method == compare.POOL else plan.learners[method]
+            words = [*egos, "--others", *plan.held_out.strangers]
             assert words == list(job.arguments)[1 : 1 + len(words)]
         for method, job in plan.known.items():
             words = [*plan.learners[method], "--others", *plan.held_out.pool]
@@ -121,8 +122,9 @@ def pretend(plan, root):
         rows = [{"ego": "random", "other": one if isinstance(one, str) else f"{one.name}__1", "group": "homologue",
                  "episodes": 8, "win_rate": 0.0, "return": 0.0} for one in plan.held_out.strangers]  # fmt: skip
         write_results(folder, 1.0, rows if isinstance(job, sweep.Evaluation) else None)
-    for number, (method, jobs) in enumerate(plan.learners.items()):
-        for job in jobs:
+    pool = {compare.POOL: plan.held_out.pool} if compare.POOL in plan.tests else {}
+    for number, (method, jobs) in enumerate((plan.learners | pool).items()):
+        for job in jobs if method in plan.learners else ():
             score = 0.8 if method == "oracle" else 0.2 + 0.1 * number
             write_results(root / f"{job.name}__1", score + 0.02 * job.seed)
         if method in plan.tests:
@@ -152,7 +154,9 @@ def write_results(folder, score, rows=None):
 @pytest.mark.slow
 def test_a_picture_of_a_belief(tmp_path):
     env = envs.make("stag_hunt_4x4")
-    run = write_run(tmp_path / "run", "belief_iql", env, team="2NS1NH1learner", n_policies=2)
+    write_run(tmp_path / "other", "iql", env)
+    options = {"team": "3other1learner", "pool": ("NS", "other"), "n_policies": 2}  # a run beside it, by its name
+    run = write_run(tmp_path / "run", "belief_iql", env, **options)
     compare.draw_belief(run, tmp_path / "belief.png", matches=1, moments=3)
     with Image.open(tmp_path / "belief.png") as picture:
         assert picture.width == 780 and len(picture.convert("RGB").getcolors(10**6)) > 100
@@ -160,17 +164,19 @@ def test_a_picture_of_a_belief(tmp_path):
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
-    words = ["paper.py", "--stage", "kuhn", "--seeds", "2", "--out", str(tmp_path)]
+    words = ["paper.py", "--stage", "kuhn", "8m", "--seeds", "2", "--out", str(tmp_path)]
     args = paper.tyro.cli(paper.Args, args=words[1:])
     paper.fill_in(args)
-    pretend(compare.make_plan(args, "kuhn"), tmp_path)
+    for name in args.stage:
+        pretend(compare.make_plan(args, name), tmp_path)
     monkeypatch.setattr(sys, "argv", words)
     assert paper.main() == 0
     text, report = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "report.json").read_text())
     assert text in capsys.readouterr().out and (tmp_path / "curves.png").exists()
     with Image.open(tmp_path / "headroom.png") as picture:
         assert picture.width > 300
-    (stage,) = report["stages"]
+    stage, battle = report["stages"]
+    assert compare.POOL not in stage["unseen"] and battle["unseen_scores"][compare.POOL] == [0.5] * 4
     assert stage["headroom"][0] == pytest.approx(0.6) and stage["exists"]
     shares = {method: share for method, (share, _) in stage["share"].items()}
     *methods, erring, erring_too, kept, kept_too, oracle = shares
@@ -186,6 +192,6 @@ def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
     assert "0.83 (" in text and "0.23, 1.73" in text
     *_, unseen, raw = (line for line in text.partition("## From match")[0].splitlines() if line.startswith("| kuhn"))
     cells = [[cell.strip() for cell in row.split("|")[2:-1]] for row in (unseen, raw)]
-    columns = [m for m in compare.methods_of(strangers.STAGES["kuhn"]) if m != "oracle"]
-    assert cells[1] == ["" if method == "MIX" else "0.50" for method in columns]
-    assert [cell[:6] for cell in cells[0]] == ["" if method == "MIX" else "0.50 (" for method in columns]
+    columns = [*list(compare.methods_of(strangers.STAGES["kuhn"]))[:-1], compare.POOL]
+    assert cells[1] == ["" if method in ("MIX", compare.POOL) else "0.50" for method in columns]
+    assert [cell[:6] for cell in cells[0]] == [cell and "0.50 (" for cell in cells[1]]
