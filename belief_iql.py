@@ -249,7 +249,7 @@ class OpponentModel(nn.Module):
         self.policy_head = nn.Sequential(
             nn.Linear(32 + hidden_dim, 64), nn.ReLU(), nn.Linear(64, math.prod(self.belief_shape))
         )
-        self.q_features = nn.Linear(32 + hidden_dim, args.q_features) if args.q_features else None
+        self.feature_head = nn.Linear(32 + hidden_dim, args.q_features) if args.q_features else None
         self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
@@ -269,7 +269,7 @@ class OpponentModel(nn.Module):
         actions = (actions.unsqueeze(-1) == self.actions).to(obs.dtype).flatten(-2)
         h = self.rnn(torch.cat((last_obs, actions), -1), h)
         x = torch.cat((F.relu(self.fc_obs(obs)), h), -1)
-        features = x[..., :0].detach() if self.q_features is None else self.q_features(x)
+        features = x[..., :0].detach() if self.feature_head is None else self.feature_head(x)
         log_policy = F.log_softmax(self.policy_head(x).unflatten(-1, self.belief_shape), -1)
         x = self.head(F.relu(self.fc1(x))).unflatten(-1, (-1, len(self.actions)))
         log_probs = F.log_softmax(x, -1)  # (time, matches, seats, others, actions)

@@ -37,9 +37,8 @@ MEMORY_KEPT = ", memory kept"
 WITH_MEMORY = {
     f"{name}{MEMORY_KEPT}": (*METHODS[name], "--keep-memory") for name in (BASE, "naive OM")
 }  # one long episode
-ERRING = ", erring others"
 WITH_ERRORS = {
-    f"{name}{ERRING}": (*METHODS[name], "--teammate-epsilon", "0", "0.2") for name in (BASE, OURS)
+    f"{name}, erring others": (*METHODS[name], "--teammate-epsilon", "0", "0.2") for name in (BASE, OURS)
 }  # learned with others who err in up to a fifth of their actions, a share drawn for each match; tested without errors
 MIN_HEADROOM = 0.03  # of the oracle's score: a smaller headroom is none
 

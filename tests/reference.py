@@ -266,7 +266,7 @@ def naive_terms(learner, data, m, place, length, terms):
             prediction_terms(env, data, m, place, t, terms, log_probs)
         if hasattr(model, "policy_head"):
             belief = belief_terms(learner, data, m, place, t, length, terms, layers(model.policy_head, x))
-            features = () if model.q_features is None else linear(model.q_features, x)
+            features = () if model.feature_head is None else linear(model.feature_head, x)
             inferred[-1] = np.concatenate((features, inferred[-1], belief))
     return inferred
 

@@ -153,7 +153,7 @@ def test_the_td_loss_trains_the_features_of_a_belief():
     env = env_spec()
     learner, batch = random_learner("belief_iql", env), random_batch(env)
     td, model = (set(gradients(learner, batch, which)[1]) for which in (0, 1))
-    names, features = {f"model.{name}" for name, _ in learner.model.named_parameters()}, ("model.q_features.",)
+    names, features = {f"model.{name}" for name, _ in learner.model.named_parameters()}, ("model.feature_head.",)
     assert {n for n in td if n.startswith("model.")} == {
         n for n in names if n.startswith(("model.rnn.", "model.fc_obs.", *features))
     }
