@@ -19,7 +19,7 @@ import strangers
 from envs import checkpoints, files
 from envs.cluster import ROOT
 from envs.episodes import load_runner
-from envs.results import COLOURS, crossed_interval, curves, interval, markdown, normalise
+from envs.results import COLOURS, crossed_interval, curves, far_apart, interval, markdown, normalise
 from sweep import Evaluation, Job, read_results
 
 BASE, ORACLE, OURS, POOL = "IQL", "oracle", "belief", "a run of the pool"
@@ -40,7 +40,6 @@ WITH_MEMORY = {
 WITH_ERRORS = {
     f"{name}, erring others": (*METHODS[name], "--teammate-epsilon", "0", "0.2") for name in (BASE, OURS)
 }  # learned with others who err in up to a fifth of their actions, a share drawn for each match; tested without errors
-MIN_HEADROOM = 0.03  # of the oracle's score: a smaller headroom is none
 
 
 @dataclass
@@ -137,7 +136,7 @@ def results_of(args, plan, root):
     for method, job in plan.known.items():
         seen[method] = [row[held_out["measure"]] for row in rows_of(job, root, whole=True)]
     headroom, ends = difference(seen[ORACLE], seen[BASE])
-    exists = headroom > MIN_HEADROOM * abs(np.mean(seen[ORACLE])) and (args.seeds == 1 or ends[0] > 0)
+    exists = far_apart(key, np.mean(seen[BASE]), np.mean(seen[ORACLE])) and (args.seeds == 1 or ends[0] > 0)
     bounds = {
         name: (held_out["measure"], one["lower"], one["upper"])
         for one in held_out["strangers"] for name in (one["policy"], str(root / one["policy"]))
@@ -214,7 +213,7 @@ def text_of(command, results, seconds):
         return number(result, mean, sign) if low == high else f"{number(result, mean, sign)} ({low} to {high})"
 
     tested = [*methods[:-1], *([POOL] if any(POOL in result["unseen"] for result in results) else [])]
-    shares, scores, unseen, raw, matches, ahead = [], [], [], [], [], []
+    shares, scores, unseen, raw, matches, ahead, useless = [], [], [], [], [], [], []
     for result in results:
         name, seen = result["stage"], result["seen"]
         headroom = with_interval(result, *result["headroom"], "+")
@@ -230,6 +229,8 @@ def text_of(command, results, seconds):
         )
         means = {m: with_interval(result, *difference(v, [0.0])) for m, v in result["unseen_scores"].items() if v}
         raw.append([name, *(means.get(m, "") for m in tested)])
+        flat = [s for s in result["strangers"] if not far_apart(result["measure"], s["lower"], s["upper"])]
+        useless += [f"{len(flat)} of {len(result['strangers'])} in {name}"] if flat else []
         if result["encounter"] > 1:
             ends = [result["matches"].get(m) for m in methods]
             cells = [f"{number(result, v[0])}, {number(result, np.mean(v[1:]))}" if v else "" for v in ends]
@@ -245,8 +246,9 @@ def text_of(command, results, seconds):
         "Erring others: learned with others whose actions are random with a probability of up to 0.2, drawn for each "
         "match, and tested with others who do not err.",
         "## Share of the headroom, with others that were learned with",
-        "0 is IQL, 1 the oracle. Headroom: how far the oracle is ahead of IQL; below 3% of its score, or where the "
-        "interval has 0, there is none. In the figure a mark with a number below it is beyond the axis.",
+        "0 is IQL, 1 the oracle. Headroom: how far the oracle is ahead of IQL; below three points of the win rate "
+        "or 3% of a return, or where the interval has 0, there is none. In the figure a mark with a number below it is "
+        "beyond the axis.",
         markdown(["stage", "headroom", *methods[:-1]], shares),
         "![share of the headroom](headroom.png)",
         "## Scores with others that were learned with",
@@ -256,7 +258,8 @@ def text_of(command, results, seconds):
         markdown(["stage", *(m for m in methods if m != OURS)], ahead),
         "## Scores with strangers",
         "0 is the random policy, 1 a best response to that stranger; mean over strangers, interval over seeds and "
-        "strangers together.",
+        "strangers together. Strangers whose best response is hardly better than random (by the same limits) are left "
+        f"out: {', '.join(useless) or 'none'}.",
         markdown(["stage", *tested], unseen),
         "The same as matches won or returns, with intervals over seeds:",
         markdown(["stage", *tested], raw),

@@ -210,7 +210,8 @@ def make_report(args, command, plan, root, seconds):
             by_seed = list(means_by(lambda row: row["ego"], mine, measure).values())
             by_both = list(means_by(lambda row: (row["ego"], row["other"]), mine, measure).values())  # seed after seed
             complete = len(by_both) == len(by_seed) * len({row["other"] for row in mine})  # no row without a match
-            interval = crossed_interval(np.reshape(by_both if complete else by_seed, (len(by_seed), -1)))
+            drawn = complete and others == "unseen"  # the pool's policies are no sample of others
+            interval = crossed_interval(np.reshape(by_both if drawn else by_seed, (len(by_seed), -1)))
             results.append({
                 "method": method, "others": others, "group": group, "count": count, "by_seed": by_seed,
                 "by_other": means_by(lambda row: algorithm.get(row["other"], row["other"]), mine, measure),
@@ -279,7 +280,7 @@ def text_of(report):
               for label, values in report["runs"].items()]  # fmt: skip
     what, seeds = "Test win %" if share else "Mean return of the learner", report["sizes"]["seeds"]
     over = (
-        f"mean over {seeds} seeds with its 95% interval over seeds and strangers (Student's t)"
+        f"mean over {seeds} seeds with its 95% interval over seeds and strangers, of the pool over seeds (Student's t)"
         if seeds > 1
         else "one seed"
     )
@@ -337,10 +338,11 @@ def draw(report, path):
     names = {"": "ours", "diverse": "ours, with diverse team-mates"}
     for protocol, (mark, colour, _) in looks.items():
         axes.plot([], [], mark, color=colour, label=names[protocol])
-    axes.plot([], [], "kx", label="the paper")
+    if any(result["paper"] is not None for result in results):
+        axes.plot([], [], "kx", label="the paper")
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     note = "Homologue: all others of a match play by one policy. Non-homologue: each by one of its own."
-    figure.supxlabel(f"{note} 95% intervals over seeds and strangers.", fontsize=8)
+    figure.supxlabel(f"{note} 95% intervals over seeds and strangers, of the pool over seeds.", fontsize=8)
     files.write(path, lambda file: figure.savefig(file, dpi=120))
 
 

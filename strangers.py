@@ -19,6 +19,7 @@ import tyro
 import envs
 from envs import files, runs
 from envs.cluster import ROOT
+from envs.results import far_apart
 from sweep import Evaluation, Job, check_counts, place_of, read_results, run_all
 
 
@@ -154,7 +155,8 @@ def main():
     manifest = manifest_of(args, plan, root)
     files.write_text(root / "manifest.json", json.dumps(manifest, indent=1))
     for one in manifest["strangers"]:
-        useless = "" if one["upper"] > one["lower"] else "  no better than random: it gives no scores"
+        far = far_apart(manifest["measure"], one["lower"], one["upper"])
+        useless = "" if far else "  hardly better than random: it gives no scores"
         print("{policy:40} {lower:8.3f} to {upper:8.3f}".format(**one) + useless)
     print(f"{root / 'manifest.json'} has the strangers and their bounds, for evaluate.py --bounds")
     return 0

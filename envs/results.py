@@ -161,6 +161,11 @@ def read_bounds(path):
     return found
 
 
+def far_apart(measure, lower, upper):
+    """Whether there is a scale from one score to the other: three points of the win rate, or 3% of a return."""
+    return upper - lower > 0.03 * (1 if measure == "win_rate" else abs(upper))
+
+
 def normalise(rows, bounds):
     """Adds to the rows of evaluate.py what share of the way from the lower to the upper bound they are.
 
@@ -171,7 +176,7 @@ def normalise(rows, bounds):
         ego = row["ego"], row["adapted"], row["group"]
         if row["other"] in bounds and row["group"] == "homologue" and row["episodes"]:
             measure, lower, upper = bounds[row["other"]]
-            if upper > lower:  # else the best response has learned nothing, and there is no scale
+            if far_apart(measure, lower, upper):
                 row["normalised"] = (row[measure] - lower) / (upper - lower)
                 scores.setdefault(ego, []).append(row["normalised"])
         elif row["other"] == "all" and ego in scores:

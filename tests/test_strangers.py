@@ -45,10 +45,15 @@ def test_scores_lie_between_the_bounds(tmp_path):
         {**row, "other": "all", "return": 2.8},
         {**row, "group": "non-homologue", "other": "mixed", "return": 1.0},
     ]  # fmt: skip
-    results.normalise(rows, bounds | {"RAND": ("return", 2.0, 2.0)})
+    results.normalise(rows, bounds | {"RAND": ("return", 1.95, 2.0)})  # within 3%
     assert [row.get("normalised") for row in rows] == [0.75, 0.25, None, None, 0.5, None]
     half = 12.706 * 0.25  # Student's t of two
     assert [rows[4]["normalised_low"], rows[4]["normalised_high"]] == pytest.approx([0.5 - half, 0.5 + half])
+
+
+def test_scales_span_three_points_of_the_win_rate_or_3_percent_of_a_return():
+    assert [results.far_apart("win_rate", 0.0, upper) for upper in (0.02, 0.04)] == [False, True]
+    assert [results.far_apart("return", lower, -100.0) for lower in (-99.0, -102.0, -104.0)] == [False, False, True]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"strangers": [{}]}', '{"strangers": 3, "measure": "return"}'])

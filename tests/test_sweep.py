@@ -910,9 +910,12 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, ca
             table = [[row[measure] for row in rows if row["group"] == group and row["other"] != "all"
                       and row["ego"] == ego] for ego in won]  # fmt: skip
             ends = results.crossed_interval(table)
-            if group == "non-homologue":  # one row a seed: Student's t of two seeds
-                half = 12.706 * (shares[1] - shares[0]) / 2
-                assert ends == pytest.approx([sum(shares) / 2 - half, sum(shares) / 2 + half])
+            half = 12.706 * (shares[1] - shares[0]) / 2  # Student's t of two seeds
+            over_seeds = [sum(shares) / 2 - half, sum(shares) / 2 + half]
+            if group == "non-homologue":  # one row a seed
+                assert ends == pytest.approx(over_seeds)
+            if others == "seen":  # the pool's policies are no sample
+                ends = over_seeds
             expected = [form.format(scale * value) for value in (sum(shares) / 2, *ends)]
             base, diverse, _ = method.partition(", diverse")
             cell = ours[f"{count} {group}{', of the pool' * (others == 'seen')} ours{diverse}"][base]
