@@ -213,7 +213,7 @@ def text_of(command, results, seconds):
         return number(result, mean, sign) if low == high else f"{number(result, mean, sign)} ({low} to {high})"
 
     tested = [*methods[:-1], *([POOL] if any(POOL in result["unseen"] for result in results) else [])]
-    shares, scores, unseen, raw, matches, ahead, useless = [], [], [], [], [], [], []
+    shares, scores, unseen, raw, matches, ahead, left_out = [], [], [], [], [], [], []
     for result in results:
         name, seen = result["stage"], result["seen"]
         headroom = with_interval(result, *result["headroom"], "+")
@@ -230,7 +230,7 @@ def text_of(command, results, seconds):
         means = {m: with_interval(result, *difference(v, [0.0])) for m, v in result["unseen_scores"].items() if v}
         raw.append([name, *(means.get(m, "") for m in tested)])
         flat = [s for s in result["strangers"] if not far_apart(result["measure"], s["lower"], s["upper"])]
-        useless += [f"{len(flat)} of {len(result['strangers'])} in {name}"] if flat else []
+        left_out += [f"{len(flat)} of {len(result['strangers'])} in {name}"] if flat else []
         if result["encounter"] > 1:
             ends = [result["matches"].get(m) for m in methods]
             cells = [f"{number(result, v[0])}, {number(result, np.mean(v[1:]))}" if v else "" for v in ends]
@@ -258,8 +258,8 @@ def text_of(command, results, seconds):
         markdown(["stage", *(m for m in methods if m != OURS)], ahead),
         "## Scores with strangers",
         "0 is the random policy, 1 a best response to that stranger; mean over strangers, interval over seeds and "
-        "strangers together. Strangers whose best response is hardly better than random (by the same limits) are left "
-        f"out: {', '.join(useless) or 'none'}.",
+        "strangers together. Strangers whose best response is not clearly better than random (by the same limits) are "
+        f"left out: {', '.join(left_out) or 'none'}.",
         markdown(["stage", *tested], unseen),
         "The same as matches won or returns, with intervals over seeds:",
         markdown(["stage", *tested], raw),

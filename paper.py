@@ -210,8 +210,8 @@ def make_report(args, command, plan, root, seconds):
             by_seed = list(means_by(lambda row: row["ego"], mine, measure).values())
             by_both = list(means_by(lambda row: (row["ego"], row["other"]), mine, measure).values())  # seed after seed
             complete = len(by_both) == len(by_seed) * len({row["other"] for row in mine})  # no row without a match
-            drawn = complete and others == "unseen"  # the pool's policies are no sample of others
-            interval = crossed_interval(np.reshape(by_both if drawn else by_seed, (len(by_seed), -1)))
+            crossed = complete and others == "unseen"  # seeds by strangers; the pool's policies are no sample
+            interval = crossed_interval(np.reshape(by_both if crossed else by_seed, (len(by_seed), -1)))
             results.append({
                 "method": method, "others": others, "group": group, "count": count, "by_seed": by_seed,
                 "by_other": means_by(lambda row: algorithm.get(row["other"], row["other"]), mine, measure),

@@ -155,9 +155,9 @@ def main():
     manifest = manifest_of(args, plan, root)
     files.write_text(root / "manifest.json", json.dumps(manifest, indent=1))
     for one in manifest["strangers"]:
-        far = far_apart(manifest["measure"], one["lower"], one["upper"])
-        useless = "" if far else "  hardly better than random: it gives no scores"
-        print("{policy:40} {lower:8.3f} to {upper:8.3f}".format(**one) + useless)
+        scored = far_apart(manifest["measure"], one["lower"], one["upper"])
+        remark = "" if scored else "  not clearly better than random: it gives no scores"
+        print("{policy:40} {lower:8.3f} to {upper:8.3f}".format(**one) + remark)
     print(f"{root / 'manifest.json'} has the strangers and their bounds, for evaluate.py --bounds")
     return 0
 

@@ -194,7 +194,9 @@ def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
     assert np.array(stage["unseen"]["belief"]).shape == (2, 6)
     assert stage["unseen"]["belief"][0] == pytest.approx([0.5] * 6)
     assert stage["matches"]["IQL"] == pytest.approx([0.23, 1.23, 2.23])
-    assert "0.83 (" in text and "0.23, 1.73" in text
+    assert "0.83 (" in text and "0.23, 1.73" in text and "are left out: none." in text
+    stage["strangers"][0]["upper"] = battle["strangers"][0]["upper"] = 0.02  # above 0: too near for a win rate alone
+    assert "are left out: 1 of 9 in 8m." in compare.text_of("", [stage, battle], 1.0)
     *_, unseen, raw = (line for line in text.partition("## From match")[0].splitlines() if line.startswith("| kuhn"))
     cells = [[cell.strip() for cell in row.split("|")[2:-1]] for row in (unseen, raw)]
     columns = [*list(compare.methods_of(strangers.STAGES["kuhn"]))[:-1], compare.POOL]
