@@ -370,16 +370,15 @@ class ReplayBuffer:
         All batches use the same memory, so that a captured update can be replayed on it.
         """
         filled = self.lengths.nonzero().flatten()
-        orders = [torch.randperm(len(filled), generator=self.generator)[:batch_size] for _ in range(batches)]
-        indices = filled[torch.stack(orders)]  # (batches, batch_size)
-        lengths = self.lengths[indices]
-        longest = lengths.amax(1).tolist()
-        chosen = torch.stack((indices, lengths), 1).to(self.device)  # one transfer: each one waits for the device
-        for (episodes, lengths), steps in zip(chosen, longest):
-            rows = min(round_up(steps, self.length_unit), self.max_length) + 1
-            batch = {"lengths": self.batch["lengths"].copy_(lengths)}
+        for _ in range(batches):
+            episodes = filled[torch.randperm(len(filled), generator=self.generator)[:batch_size]]
+            chosen = torch.stack((episodes, self.lengths[episodes]))
+            rows = min(round_up(int(chosen[1].max()), self.length_unit), self.max_length) + 1
+            if self.device.type == "cuda":  # from pinned memory the transfer does not wait for the last update
+                chosen = chosen.pin_memory().to(self.device, non_blocking=True)
+            batch = {"lengths": self.batch["lengths"].copy_(chosen[1])}
             for name, data in self.data.items():
-                batch[name] = gather(data[:rows], episodes, self.batch[name][:rows])
+                batch[name] = gather(data[:rows], chosen[0], self.batch[name][:rows])
             yield batch
 
     def state_dict(self):
