@@ -10,7 +10,6 @@ A match is one of the games that are played side by side; a seat is an agent's p
 """
 
 import copy
-import math
 import sys
 import time
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ import torch.nn.functional as F  # noqa: E402
 import envs  # noqa: E402
 from envs import checkpoints, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, SideStream, gather, round_up  # noqa: E402
-from envs.metrics import masked_mean, usage  # noqa: E402
+from envs.metrics import accuracy, masked_nll, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
@@ -243,13 +242,10 @@ class OpponentModel(nn.Module):
         self.hidden_dim = hidden_dim
         self.rnn = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, hidden_dim)
         self.fc_obs = nn.Linear(env.obs_dim, 32)
-        self.fc1 = nn.Linear(32 + hidden_dim, 64)
-        self.head = nn.Linear(64, (env.n_agents - 1) * env.n_actions)
+        self.fc1 = nn.Linear(32 + hidden_dim, args.q_features + 128)
+        self.head = nn.Linear(128, (env.n_agents - 1) * (env.n_actions + args.n_policies))
+        self.widths, self.head_widths = (args.q_features, 128), (env.n_actions, args.n_policies)
         self.belief_shape = (env.n_agents - 1, args.n_policies)
-        self.policy_head = nn.Sequential(
-            nn.Linear(32 + hidden_dim, 64), nn.ReLU(), nn.Linear(64, math.prod(self.belief_shape))
-        )
-        self.feature_head = nn.Linear(32 + hidden_dim, args.q_features) if args.q_features else None
         self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
@@ -268,11 +264,10 @@ class OpponentModel(nn.Module):
         actions = all_last_action.unsqueeze(-2).expand_as(order).gather(-1, order)
         actions = (actions.unsqueeze(-1) == self.actions).to(obs.dtype).flatten(-2)
         h = self.rnn(torch.cat((last_obs, actions), -1), h)
-        x = torch.cat((F.relu(self.fc_obs(obs)), h), -1)
-        features = x[..., :0].detach() if self.feature_head is None else self.feature_head(x)
-        log_policy = F.log_softmax(self.policy_head(x).unflatten(-1, self.belief_shape), -1)
-        x = self.head(F.relu(self.fc1(x))).unflatten(-1, (-1, len(self.actions)))
-        log_probs = F.log_softmax(x, -1)  # (time, matches, seats, others, actions)
+        x = F.relu(self.fc_obs(obs))
+        features, x = self.fc1(torch.cat((x, h), -1)).split(self.widths, -1)
+        x = self.head(F.relu(x)).unflatten(-1, (self.belief_shape[0], -1))  # (time, matches, seats, others, .)
+        log_probs, log_policy = (F.log_softmax(part, -1) for part in x.split(self.head_widths, -1))
         belief = (log_policy.detach() + evidence).softmax(-1)
         inferred = torch.cat((features, log_probs.detach().exp().flatten(-2), belief.flatten(-2)), -1)
         return inferred, h, log_probs, log_policy
@@ -490,25 +485,25 @@ class Learner:
         mask = batch["alive"][:-1] & (steps_left[:-1] > 0).unsqueeze(-1)
         return seat, action, mask.unsqueeze(-1) & alive
 
-    def policies(self, batch):
-        """(matches, seats, others, policies): the others' policies, one-hot, from the next seat on."""
+    def policies(self, batch, steps_left):
+        """(policies, mask) of the others, (rows, matches, seats, others): indices in `used`, where they are known."""
         others = self.model.seat_order[batch["seat"][0]][..., 1:]  # (matches, seats, others)
         policy = batch["policy"][0].unsqueeze(1).expand(-1, others.shape[1], -1).gather(-1, others)
-        return (policy.unsqueeze(-1) == self.used).float()
+        policy = (policy.unsqueeze(-1) == self.used).int()
+        mask = (batch["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1) & policy.any(-1)
+        return policy.argmax(-1).expand_as(mask), mask
 
     def model_loss(self, batch, obs, last_action, steps_left):
-        """(the Q-network's additional input at all steps, the opponent model's loss, its metrics)"""
+        """(the Q-network's additional input at all steps, the opponent model's loss, what its metrics are made of)"""
         seat, evidence = batch["seat"][0], batch["evidence"][0]
         inferred, _, log_probs, log_policy = self.model.unroll(obs, batch["all_action"][:-1], seat, evidence)
         self.side_stream.join()  # the Q-network needs no more
         _, action, mask = self.others(batch, steps_left)
-        loss = masked_mean(mask, -gather_q(log_probs[:-1], action))
-        accuracy = masked_mean(mask, (log_probs[:-1].argmax(-1) == action).float())
-        policy = self.policies(batch)
-        mask = (batch["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1) & policy.any(-1)
-        loss = loss + masked_mean(mask, -(policy * log_policy).sum(-1))
-        policy_accuracy = masked_mean(mask, ((log_policy + evidence).argmax(-1) == policy.argmax(-1)).float())
-        return inferred, loss, {"action_accuracy": accuracy, "policy_accuracy": policy_accuracy}
+        loss = masked_nll(mask, log_probs[:-1], action)
+        policy, known = self.policies(batch, steps_left)
+        loss = loss + masked_nll(known, log_policy, policy)
+        heads = {"action": (mask, log_probs[:-1], action), "policy": (known, log_policy + evidence, policy)}
+        return inferred, loss, heads  # whose accuracies are computed where they are asked for
 
     # ALGO LOGIC: the loss
     def loss(self, batch):
@@ -556,8 +551,8 @@ class Learner:
 def analyse(learner, episodes):
     """How right the model is in recorded episodes, and how much Q depends on it: docs/belief_iql.md."""
     inputs = learner.inputs(episodes)
-    inferred, _, metrics = learner.model_loss(episodes, *inputs)
-    metrics = {name: value.item() for name, value in metrics.items()}
+    inferred, _, heads = learner.model_loss(episodes, *inputs)
+    metrics = {f"{name}_accuracy": accuracy(*head).item() for name, head in heads.items()}
     if inferred.shape[1] > 1:  # a single match has no other to exchange with
         metrics |= usage(learner.target_agents, episodes, inputs, inferred)
     return metrics

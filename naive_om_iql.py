@@ -85,7 +85,7 @@ import torch.nn.functional as F  # noqa: E402
 import envs  # noqa: E402
 from envs import checkpoints, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, SideStream, gather, round_up  # noqa: E402
-from envs.metrics import masked_mean, usage  # noqa: E402
+from envs.metrics import accuracy, masked_mean, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
@@ -453,13 +453,13 @@ class Learner:
         return seat, action, mask.unsqueeze(-1) & alive
 
     def model_loss(self, batch, obs, last_action, steps_left):
-        """(the Q-network's additional input at all steps, the opponent model's loss, its metrics)"""
+        """(the Q-network's additional input at all steps, the opponent model's loss, what its metrics are made of)"""
         inferred, _, log_probs = self.model.unroll(obs, batch["all_action"][:-1], batch["seat"][0])
         self.side_stream.join()  # the Q-network needs no more
         _, action, mask = self.others(batch, steps_left)
         loss = masked_mean(mask, -gather_q(log_probs[:-1], action))
-        accuracy = masked_mean(mask, (log_probs[:-1].argmax(-1) == action).float())
-        return inferred, loss, {"action_accuracy": accuracy}
+        heads = {"action": (mask, log_probs[:-1], action)}
+        return inferred, loss, heads  # whose accuracies are computed where they are asked for
 
     # ALGO LOGIC: the loss
     def loss(self, batch):
@@ -507,8 +507,8 @@ class Learner:
 def analyse(learner, episodes):
     """How right the model is in recorded episodes, and how much Q depends on it: docs/naive_om_iql.md."""
     inputs = learner.inputs(episodes)
-    inferred, _, metrics = learner.model_loss(episodes, *inputs)
-    metrics = {name: value.item() for name, value in metrics.items()}
+    inferred, _, heads = learner.model_loss(episodes, *inputs)
+    metrics = {f"{name}_accuracy": accuracy(*head).item() for name, head in heads.items()}
     if inferred.shape[1] > 1:  # a single match has no other to exchange with
         metrics |= usage(learner.target_agents, episodes, inputs, inferred)
     return metrics

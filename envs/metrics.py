@@ -9,6 +9,18 @@ def masked_mean(mask, values):
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
+def masked_nll(mask, log_probs, target):
+    """The mean of -log_probs (..., classes) at targets (...) where the mask is set."""
+    target = target.masked_fill(~mask, -100)  # which nll_loss leaves out
+    loss = F.nll_loss(log_probs.flatten(0, -2), target.flatten(), reduction="none")
+    return loss.sum() / mask.sum().clamp(min=1)
+
+
+def accuracy(mask, log_probs, target):
+    """How often the most probable class (..., classes) is the target (...), where the mask is set."""
+    return masked_mean(mask, (log_probs.argmax(-1) == target).float())
+
+
 def exchanged(policy_id):
     """For every match another one with the same policies of the others, and one with different ones; -1: none."""
     kind = torch.unique(policy_id.sort(-1).values.cpu(), dim=0, return_inverse=True)[1].tolist()

@@ -260,13 +260,15 @@ def naive_terms(learner, data, m, place, length, terms):
     for t in range(length + 1):
         h = gru(model.rnn, past_inputs(learner, data, m, place, t), h)
         x = np.concatenate((relu(linear(model.fc_obs, data["obs"][t, m, place])), h))
-        log_probs = log_softmax(linear(model.head, relu(linear(model.fc1, x))).reshape(-1, env.n_actions))
+        x = linear(model.fc1, x)
+        features, x = x[: -model.head.in_features], relu(x[-model.head.in_features :])
+        x = linear(model.head, x).reshape(env.n_agents - 1, -1)
+        log_probs = log_softmax(x[:, : env.n_actions])
         inferred.append(np.exp(log_probs).ravel())
         if t < length:
             prediction_terms(env, data, m, place, t, terms, log_probs)
-        if hasattr(model, "policy_head"):
-            belief = belief_terms(learner, data, m, place, t, length, terms, layers(model.policy_head, x))
-            features = () if model.feature_head is None else linear(model.feature_head, x)
+        if hasattr(model, "belief_shape"):
+            belief = belief_terms(learner, data, m, place, t, length, terms, x[:, env.n_actions :])
             inferred[-1] = np.concatenate((features, inferred[-1], belief))
     return inferred
 
@@ -274,7 +276,6 @@ def naive_terms(learner, data, m, place, length, terms):
 def belief_terms(learner, data, m, place, t, length, terms, scores):
     """Adds what the policies inferred from this match cost; returns the belief, with what earlier matches showed."""
     others = seat_order(learner.env, int(data["seat"][0, m, place]))[1:]
-    scores = scores.reshape(len(others), -1)
     belief = np.exp(log_softmax(log_softmax(scores) + data["evidence"][0, m, place]))
     if t < length and data["alive"][t, m, place]:
         for number, other in enumerate(others):

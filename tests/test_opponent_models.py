@@ -5,6 +5,7 @@ And that each opponent model is of use. What is OMG's alone is in test_omg.py.
 
 import json
 import signal
+import sys
 from dataclasses import asdict
 
 import numpy as np
@@ -72,15 +73,16 @@ def test_losses_equal_plain_loops(name, options, rewards):
     expected = assert_losses_equal_plain_loops(name, learner, batch)
     if name == "omg_iql":
         _, logs = reference.loss_of(learner, batch)
-        found = {key: logs[f"omg/{key}"] for key in ("recon", "kl")}
+        found = {key: logs[f"omg/{key}"].item() for key in ("recon", "kl")}
     else:
-        _, _, logs = learner.model_loss(batch, *learner.inputs(batch))
+        episodes = batch | {"policy_id": torch.arange(len(batch["lengths"]))}
+        logs = sys.modules[type(learner).__module__].analyse(learner, episodes)
         found = {"correct": logs["action_accuracy"]}
         keys = ("obs_error", "future_loss", "return_loss", "policy_accuracy")
         found |= {key: logs[key] for key in keys if key in logs}
         assert 0 < expected["correct"] < 1
     for key, value in found.items():
-        assert value.item() == pytest.approx(expected[key], rel=1e-4)
+        assert value == pytest.approx(expected[key], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -127,7 +129,8 @@ def test_each_loss_trains_its_own_network(name, options):
     for probability in (0.5, 0) if name == "omg_iql" else (None,):
         if probability is not None:
             learner.set_mix_probability(probability)
-        td, model = (set(gradients(learner, batch, which)[1]) for which in (0, 1))
+        found = (gradients(learner, batch, which)[1] for which in (0, 1))
+        td, model = ({key for key, gradient in part.items() if gradient.any()} for part in found)
         assert td == {f"agents.{key}" for key, _ in learner.agents.named_parameters()}
         assert len(td) == (10 if options.get("dueling") else 8) + 2 * (name == "mix_iql")
         frozen = "vae." if options.get("paper") else ()
@@ -152,12 +155,15 @@ def test_the_td_loss_trains_the_features_of_a_belief():
     """And the memory that they are made of; not the heads that predict."""
     env = env_spec()
     learner, batch = random_learner("belief_iql", env), random_batch(env)
-    td, model = (set(gradients(learner, batch, which)[1]) for which in (0, 1))
-    names, features = {f"model.{name}" for name, _ in learner.model.named_parameters()}, ("model.feature_head.",)
-    assert {n for n in td if n.startswith("model.")} == {
-        n for n in names if n.startswith(("model.rnn.", "model.fc_obs.", *features))
-    }
-    assert model == {n for n in names if not n.startswith(features)}
+    td, model = (gradients(learner, batch, which)[1] for which in (0, 1))
+    names = {f"model.{name}" for name, _ in learner.model.named_parameters()}
+    assert {n for n in td if n.startswith("model.")} == {n for n in names if not n.startswith("model.head.")}
+    assert set(model) == names
+    for name in ("model.fc1.weight", "model.fc1.bias"):  # its first outputs are the features
+        features, hidden = td[name].split(learner.model.widths)
+        assert features.any() and not hidden.any()
+        features, hidden = model[name].split(learner.model.widths)
+        assert hidden.any() and not features.any()
 
 
 @ALL
