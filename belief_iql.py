@@ -244,7 +244,8 @@ class OpponentModel(nn.Module):
         self.fc_obs = nn.Linear(env.obs_dim, 32)
         self.fc1 = nn.Linear(32 + hidden_dim, args.q_features + 128)
         self.head = nn.Linear(128, (env.n_agents - 1) * (env.n_actions + args.n_policies))
-        self.widths, self.head_widths = (args.q_features, 128), (env.n_actions, args.n_policies)
+        self.fc1_widths = (args.q_features, 128)  # the Q-network's features, hidden units
+        self.head_widths = (env.n_actions, args.n_policies)  # for each of the others
         self.belief_shape = (env.n_agents - 1, args.n_policies)
         self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
@@ -265,7 +266,7 @@ class OpponentModel(nn.Module):
         actions = (actions.unsqueeze(-1) == self.actions).to(obs.dtype).flatten(-2)
         h = self.rnn(torch.cat((last_obs, actions), -1), h)
         x = F.relu(self.fc_obs(obs))
-        features, x = self.fc1(torch.cat((x, h), -1)).split(self.widths, -1)
+        features, x = self.fc1(torch.cat((x, h), -1)).split(self.fc1_widths, -1)
         x = self.head(F.relu(x)).unflatten(-1, (self.belief_shape[0], -1))  # (time, matches, seats, others, .)
         log_probs, log_policy = (F.log_softmax(part, -1) for part in x.split(self.head_widths, -1))
         belief = (log_policy.detach() + evidence).softmax(-1)
@@ -489,12 +490,12 @@ class Learner:
         """(policies, mask) of the others, (rows, matches, seats, others): indices in `used`, where they are known."""
         others = self.model.seat_order[batch["seat"][0]][..., 1:]  # (matches, seats, others)
         policy = batch["policy"][0].unsqueeze(1).expand(-1, others.shape[1], -1).gather(-1, others)
-        policy = (policy.unsqueeze(-1) == self.used).int()
-        mask = (batch["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1) & policy.any(-1)
-        return policy.argmax(-1).expand_as(mask), mask
+        one_hot = (policy.unsqueeze(-1) == self.used).int()
+        mask = (batch["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1) & one_hot.any(-1)
+        return one_hot.argmax(-1).expand_as(mask), mask
 
     def model_loss(self, batch, obs, last_action, steps_left):
-        """(the Q-network's additional input at all steps, the opponent model's loss, what its metrics are made of)"""
+        """(the Q-network's additional input at all steps, the opponent model's loss, `accuracy`'s arguments by head)"""
         seat, evidence = batch["seat"][0], batch["evidence"][0]
         inferred, _, log_probs, log_policy = self.model.unroll(obs, batch["all_action"][:-1], seat, evidence)
         self.side_stream.join()  # the Q-network needs no more
@@ -503,7 +504,7 @@ class Learner:
         policy, known = self.policies(batch, steps_left)
         loss = loss + masked_nll(known, log_policy, policy)
         heads = {"action": (mask, log_probs[:-1], action), "policy": (known, log_policy + evidence, policy)}
-        return inferred, loss, heads  # whose accuracies are computed where they are asked for
+        return inferred, loss, heads
 
     # ALGO LOGIC: the loss
     def loss(self, batch):

@@ -453,13 +453,13 @@ class Learner:
         return seat, action, mask.unsqueeze(-1) & alive
 
     def model_loss(self, batch, obs, last_action, steps_left):
-        """(the Q-network's additional input at all steps, the opponent model's loss, what its metrics are made of)"""
+        """(the Q-network's additional input at all steps, the opponent model's loss, `accuracy`'s arguments by head)"""
         inferred, _, log_probs = self.model.unroll(obs, batch["all_action"][:-1], batch["seat"][0])
         self.side_stream.join()  # the Q-network needs no more
         _, action, mask = self.others(batch, steps_left)
         loss = masked_mean(mask, -gather_q(log_probs[:-1], action))
         heads = {"action": (mask, log_probs[:-1], action)}
-        return inferred, loss, heads  # whose accuracies are computed where they are asked for
+        return inferred, loss, heads
 
     # ALGO LOGIC: the loss
     def loss(self, batch):

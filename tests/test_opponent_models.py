@@ -160,9 +160,9 @@ def test_the_td_loss_trains_the_features_of_a_belief():
     assert {n for n in td if n.startswith("model.")} == {n for n in names if not n.startswith("model.head.")}
     assert set(model) == names
     for name in ("model.fc1.weight", "model.fc1.bias"):  # its first outputs are the features
-        features, hidden = td[name].split(learner.model.widths)
+        features, hidden = td[name].split(learner.model.fc1_widths)
         assert features.any() and not hidden.any()
-        features, hidden = model[name].split(learner.model.widths)
+        features, hidden = model[name].split(learner.model.fc1_widths)
         assert hidden.any() and not features.any()
 
 
