@@ -349,6 +349,7 @@ def run_all(jobs, place, root, run_root=".", more=None):
     done, running = {job for job in jobs if job.done(root)}, {}
     waiting = [job for job in jobs if job not in done]
     crashes, losses, given_up, why = Counter(), Counter(), {}, {}
+    crowded = set()  # jobs that wait for the memory of those at work
     for job in waiting:
         try:
             lock_job(job, root).release()
@@ -399,6 +400,10 @@ def run_all(jobs, place, root, run_root=".", more=None):
         elif code == LOST:
             losses[job] += 1
             terminal.tell(f"{job.name} lost its node{'' if losses[job] < LOSSES else ' too often'}: {process.line()}")
+        elif code == runs.NO_MEMORY and running:
+            crowded.add(job)
+            terminal.tell(f"{job.name} waits for memory: {process.line()}")
+            return waiting.insert(0, job)
         else:
             rejected = code == REJECTED
             crashes[job] += 1 if resume or not rejected else TRIES  # new runs would be rejected again
@@ -407,6 +412,7 @@ def run_all(jobs, place, root, run_root=".", more=None):
                 given_up[job] = before  # it came no further from there: the next try starts anew
         if job not in done and crashes[job] < TRIES and losses[job] < LOSSES:
             waiting.insert(0, job)
+        crowded.clear()  # there is more memory now
 
     def lines():
         yield from (f"{job.name}  {process.line()}" for job, (process, *_) in running.items())
@@ -416,7 +422,8 @@ def run_all(jobs, place, root, run_root=".", more=None):
         try:
             refill()
             while waiting or running:
-                ready = [job for job in waiting if done.issuperset(job.needs)] if not stops else []
+                ready = [job for job in waiting if done.issuperset(job.needs) and not (running and job in crowded)]
+                ready = [] if stops else ready
                 for job in ready[: max(place.room() - len(running), 0)]:
                     start(job)
                 if not running and not ready:

@@ -51,6 +51,7 @@ LARGEST = {
 }
 PRETRAIN_TIMESTEPS = (100_000, 2_000_000)  # by default, on the CPU and on the GPU
 CHANGEABLE = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
+NO_MEMORY = 3  # the exit code of a run that lacks memory: beside fewer others it may have enough
 
 
 _size_limits = []
@@ -99,7 +100,7 @@ def report_lack_of_memory(kind, error, trace, default=sys.excepthook):
     """One line instead of a traceback."""
     if issubclass(kind, MemoryError) or (issubclass(kind, RuntimeError) and "allocate" in str(error)):
         cause = (str(error).strip() or "no more can be allocated").splitlines()[0][:200]
-        print(f"out of memory: {cause}", file=sys.stderr)
+        raise Exit(f"out of memory: {cause}", NO_MEMORY) from None
     else:
         default(kind, error, trace)
 
@@ -329,9 +330,8 @@ def buffer_size(args, episodes, device):
     needed = f"{episode_bytes * size / 2**30:.2f} GiB on the {device.type.upper()}"
     print(f"The replay buffer takes {needed}, {episode_bytes / 2**10:.0f} KiB an episode.")
     if size > largest:
-        raise UsageError(
-            f"That does not fit into the {free / 2**30:.2f} GiB that are free: --buffer-size {largest} would."
-        )
+        message = f"That does not fit into the {free / 2**30:.2f} GiB that are free: --buffer-size {largest} would."
+        raise Exit(message, NO_MEMORY)
     return size
 
 

@@ -932,9 +932,17 @@ def test_default_sizes_on_the_cpu(env_id, team, sizes):
 def test_a_buffer_of_the_largest_size_that_is_suggested_fits(monkeypatch):
     episodes = {"obs": torch.zeros(9, 2, 1000)}
     monkeypatch.setattr(runs, "free_memory", lambda device: 10_000_000)
-    with pytest.raises(SystemExit, match=r"--buffer-size 250 would"):
+    with pytest.raises(SystemExit, match=r"--buffer-size 250 would") as stop:
         runs.buffer_size(iql.Args(buffer_size=251), episodes, CPU)
+    assert stop.value.code == runs.NO_MEMORY
     assert runs.buffer_size(iql.Args(buffer_size=250), episodes, CPU) == 250
+
+
+def test_lack_of_memory_is_a_line_and_an_exit_code():
+    """Which sweep.py knows."""
+    code = "import sys; from envs import runs; sys.excepthook = runs.report_lack_of_memory; raise MemoryError('none')"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (runs.NO_MEMORY, "out of memory: none\n")
 
 
 @pytest.mark.parametrize(

@@ -477,6 +477,18 @@ def test_invalid_arguments_are_not_tried_again(tmp_path, script, options, messag
     assert "crashed" not in output and "goes on" not in output
 
 
+def test_a_run_without_memory_waits_for_those_at_work(tmp_path):
+    taken = tmp_path / "taken"
+    words = ("--env-ids", "a", "--seeds", 2, "--jobs", 2)
+    failed, output = run(tmp_path, *words, options=("--memory", taken, "--pause", 0.3))
+    assert not failed and launches(tmp_path) == {("a", 1): [0], ("a", 2): [0]}, output
+    assert "waits for memory: no memory is free" in output and "crashed" not in output
+
+    taken.touch()  # by somebody else, for good
+    failed, output = run(tmp_path, *words, options=("--memory", taken))
+    assert failed and output.count("crashed: no memory is free") == 2 * sweep.TRIES, output
+
+
 # ---- files ----
 def write_results(folder, **changes):
     final = {"win_rate": 0.5, "episodic_return": 1.0}

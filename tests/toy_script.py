@@ -1,6 +1,7 @@
 """A training script in small: counts to --total-timesteps, saves, continues, and crashes where --crash says.
 
 --begin-after and --end-after name files that it waits for: before it makes its folder, and when it was asked to stop.
+--memory names a file that is there while one script has the memory; another ends as if its buffer did not fit.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
-for name in ("env-id", "exp-name", "run-root", "resume", "crash", "reads", "begin-after", "end-after"):
+for name in ("env-id", "exp-name", "run-root", "resume", "crash", "reads", "begin-after", "end-after", "memory"):
     parser.add_argument(f"--{name}", default="")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--total-timesteps", type=int, default=10)
@@ -34,6 +35,12 @@ def wait_for(file):
 
 
 wait_for(args.begin_after)
+if args.memory:
+    try:
+        Path(args.memory).touch(exist_ok=False)
+    except FileExistsError:
+        print("no memory is free", flush=True)
+        sys.exit(3)
 if args.resume:
     run = Path(args.resume)
     state = json.loads((run / "checkpoint.pt").read_text())
@@ -70,4 +77,6 @@ if args.reads:
     state["read"] = json.loads(Path(args.reads).read_text())["steps"]
 final = {"win_rate": args.seed / 10 + args.skill, "episodic_return": float(args.seed)}
 save("results.json", {"final": final, "best": final, "seconds": time.time() - started, **state})
+if args.memory:
+    Path(args.memory).unlink()
 print("counted")
