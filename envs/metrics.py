@@ -110,7 +110,7 @@ def halves(seat):
 
 def linear_probe(features, labels, classes, train):
     """The held-out accuracy of a linear classifier (ridge regression); `train` marks the rows it is fitted to."""
-    features = (features - features[train].mean(0)) / features[train].std(0).clamp(min=1e-6)
+    features = (features - features[train].mean(0)) / features[train].std(0, correction=0).clamp(min=1e-6)
     x = torch.cat((features, torch.ones_like(features[:, :1])), 1)
     x_train = x[train]
     targets = F.one_hot(labels[train], classes).to(x.dtype)
