@@ -134,6 +134,15 @@ class Evaluation(Job):
     def runs(self, root):
         return [Path(root) / self.name]
 
+    def done(self, root):
+        """The same, if it played with the runs that are there now: one that was made again has another folder."""
+        folder, found = super().done(root), [job.done(root) for job in self.needs]
+        if folder is None or None in found:
+            return None
+        args = load_results(folder / "results.json")["args"]
+        played = {Path(name).name for name in (*args["ego"], *args["others"])}
+        return folder if played.issuperset(run.name for run in found) else None
+
     def options(self, words, run_root, resume=None):
         return [*words, "--out", (Path(run_root) / self.name).as_posix()]
 

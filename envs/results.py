@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 
@@ -132,6 +133,8 @@ def load_results(path):
         for row in results.get("rows", ()):
             numbers += [row["episodes"], *(row[name] for name in ("win_rate", "return") if row["episodes"])]
             numbers += [len(row[name]) for name in ("ego", "group", "other")]
+        if "rows" in results:
+            numbers += [len(Path(run).name) for run in (*results["args"]["ego"], *results["args"]["others"])]
         if not all(map(math.isfinite, numbers)) or not isinstance(results["args"], dict):
             raise ValueError("no numbers")
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -74,6 +74,12 @@ def test_a_set_is_made_and_used(tmp_path, monkeypatch, capsys):
     assert (scripted["policy"], manifest["measure"], manifest["pool"]) == ("NH", "return", ["NS"])
     assert (tmp_path / learned["policy"] / "checkpoint.pt").exists() and (tmp_path / learned["response"]).is_dir()
     assert strangers.main() == 0 and "4 of 4 runs are done already" in capsys.readouterr().out
+    again = learned["policy"].rpartition("__")[0] + "__9999999999"  # as if it was deleted and made again
+    (tmp_path / learned["policy"]).rename(tmp_path / again)
+    assert strangers.main() == 0 and "3 of 4 runs are done already" in capsys.readouterr().out
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    scripted, renamed = manifest["strangers"]
+    assert renamed == learned | {"policy": again}  # the same run has the same bounds
     scripted |= {"lower": -1.0, "upper": 4.0}  # so short a run may be worse than random
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     ego = str(tmp_path / scripted["response"])

@@ -870,7 +870,8 @@ def pretend(plan, root, seed=0):
                                                ("homologue", "all", 40), ("non-homologue", "mixed", 40))
             ]  # fmt: skip
             (root / job.name).mkdir(parents=True)
-            (root / job.name / "results.json").write_text(json.dumps({"rows": rows, "seconds": 1.0, "args": {}}))
+            args = {"ego": [f"{run.name}__1" for run in job.needs], "others": []}
+            (root / job.name / "results.json").write_text(json.dumps({"rows": rows, "seconds": 1.0, "args": args}))
         else:
             final = {"win_rate": rng.random(), "episodic_return": 5 * rng.random()}
             evals = [{"steps": step, **final} for step in (1, 2)]
