@@ -115,7 +115,6 @@ FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # for l
 
 def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
-    runs.use_preset(args, pretrain_cvae.PAPER if args.paper else {})
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
@@ -765,7 +764,7 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = runs.parse_args(Args, __file__)
+    args = runs.parse_args(Args, __file__, pretrain_cvae.PAPER)
     check_args(args)
     device = runs.set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")

@@ -170,8 +170,7 @@ def cvae_loss(args, model, episodes, matches):
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    runs.use_preset(args, PAPER if args.paper else {})
+    args = runs.from_command_line(Args, PAPER)
     runs.exit_on_signals()
     positive = "num_envs encounter pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
     runs.check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")

@@ -110,13 +110,21 @@ def option(name):
     return f"--{name.replace('_', '-')}"
 
 
-def parse_args(args_class, script):
-    """The arguments of the command line; a resumed run keeps those it had, and rejects others."""
+def from_command_line(args_class, paper):
+    """The arguments of the command line; `paper` has other defaults, of any script, which --paper asks for."""
+    args = tyro.cli(args_class)
+    if not getattr(args, "paper", False):
+        return args
+    return tyro.cli(args_class, default=args_class(**{name: paper[name] for name in paper if name in vars(args)}))
+
+
+def parse_args(args_class, script, paper=None):
+    """The same; a resumed run keeps those it had, and rejects others."""
     args = tyro.cli(args_class)
     exit_on_signals()
     sys.excepthook = report_lack_of_memory
     if not args.resume:
-        return args
+        return from_command_line(args_class, paper)
     if args.init:
         raise UsageError("--init starts a new run and --resume continues an old one: give one of them")
     folder = Path(args.resume)
@@ -194,13 +202,6 @@ def fill_in(args, defaults):
     """Sets the arguments that were not given."""
     for name, value in defaults.items():
         if getattr(args, name) is None:
-            setattr(args, name, value)
-
-
-def use_preset(args, preset):
-    """Sets the arguments that still have their defaults; names that a script does not have are left out."""
-    for name, value in preset.items():
-        if name in vars(args) and getattr(args, name) == getattr(type(args), name):
             setattr(args, name, value)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from scripts import SCRIPTS, scramble
 
+import pretrain_cvae
 from envs.episodes import EpisodeRunner
 
 CPU = torch.device("cpu")
@@ -46,6 +47,7 @@ def random_learner(name, env, seed=0, **options):
     module, used = SCRIPTS[name], ()
     if name == "belief_iql":
         small, used = small | {"n_policies": len(POLICIES)}, (POLICIES,)
+    small |= pretrain_cvae.PAPER if options.get("paper") else {}
     small = {key: value for key, value in small.items() if key in module.Args.__dataclass_fields__}
     args = module.Args(**{**small, **options})
     module.check_args(args)

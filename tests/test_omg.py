@@ -550,14 +550,12 @@ def test_by_default_nothing_is_drawn_but_what_is_mixed():
 
 
 def test_published_settings(tmp_path):
-    """Options that are given hold; the others are the paper's."""
-    args = omg_iql.Args(paper=True, selector="random")
-    omg_iql.check_args(args)
-    assert (args.subgoal_input, args.predict, args.code, args.selector) == ("obs", "view", "sample", "random")
-    assert not args.q_gradient
-    again = omg_iql.Args(**vars(args))  # as a run that is resumed
-    omg_iql.check_args(again)
-    assert again == args
+    """Options that are given hold, also with the value of the default; the others are the paper's."""
+    ablation = HUNT | {"paper": True, "selector": "2", "code": "mean", "q_gradient": True}
+    folder = stopped("omg_iql", tmp_path, **ablation)
+    args = train("omg_iql", tmp_path, resume=folder, paper=True)["args"]
+    assert (args.subgoal_input, args.predict, args.code, args.selector) == ("obs", "view", "mean", "2")
+    assert args.q_gradient and args.inference_weight == 1.0
     file = train("pretrain_cvae", tmp_path, paper=True, **HUNT)["folder"] / "vae.pt"
     args = train("omg_iql", tmp_path / "runs", paper=True, vae=file, total_timesteps=1, **HUNT)["args"]
     assert (args.subgoal_input, args.predict, args.code, args.selector) == ("obs", "view", "sample", "value")
