@@ -110,7 +110,7 @@ def option(name):
     return f"--{name.replace('_', '-')}"
 
 
-def from_command_line(args_class, paper):
+def from_command_line(args_class, paper=None):
     """The arguments of the command line; `paper` has other defaults, of any script, which --paper asks for."""
     args = tyro.cli(args_class)
     if not getattr(args, "paper", False):
@@ -120,11 +120,11 @@ def from_command_line(args_class, paper):
 
 def parse_args(args_class, script, paper=None):
     """The same; a resumed run keeps those it had, and rejects others."""
-    args = tyro.cli(args_class)
+    args = from_command_line(args_class, paper)
     exit_on_signals()
     sys.excepthook = report_lack_of_memory
     if not args.resume:
-        return from_command_line(args_class, paper)
+        return args
     if args.init:
         raise UsageError("--init starts a new run and --resume continues an old one: give one of them")
     folder = Path(args.resume)
@@ -139,7 +139,7 @@ def parse_args(args_class, script, paper=None):
     if saved["progress"]["complete"] and (folder / "results.json").exists():
         raise UsageError(f"--resume {folder}: that run is complete")
     defaults = asdict(args_class())
-    given = asdict(args)
+    given = asdict(tyro.cli(args_class))  # without --paper's defaults
     if unknown := saved["args"].keys() - defaults.keys():
         raise UsageError(f"--resume {folder} is of another version: it has {', '.join(sorted(map(str, unknown)))}")
     try:
