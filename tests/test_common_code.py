@@ -31,8 +31,8 @@ OF_POPULATION_SCRIPTS = {  # that they do not have in common with iql.py
     "Player.__init__", "Player.act", "Learner.loss",
 }  # fmt: skip
 LINES = {
-    "iql": 480, "vdn": 490, "qmix": 530, "qtran": 560, "naive_om_iql": 600, "liam_iql": 600, "mix_iql": 620,
-    "belief_iql": 620, "ippo": 470, "mappo": 470, "coma": 520, "brdiv": 560, "hop": 620, "omg_iql": 850,
+    "iql": 450, "vdn": 455, "qmix": 490, "qtran": 530, "naive_om_iql": 545, "liam_iql": 540, "mix_iql": 595,
+    "belief_iql": 590, "ippo": 440, "mappo": 445, "coma": 495, "brdiv": 530, "hop": 620, "omg_iql": 800,
     "pretrain_cvae": 200, "evaluate": 420,
 }  # fmt: skip
 CHANGED_LINES = {
@@ -72,7 +72,7 @@ def definitions(name):
 def test_definitions_include_comments_decorators_and_fields():
     found = definitions("iql")
     assert found["Args.gamma"] == "    gamma: float = 0.97  # discount factor"
-    assert found["RecurrentWeights.forward"].startswith("    @staticmethod\n    def forward(ctx, ")
+    assert definitions("omg_iql")["analyse"].startswith("@torch.no_grad()\ndef analyse(learner, ")
     assert found["MAX_GRAPHS"].startswith("MAX_GRAPHS = 8  # ")
 
 
@@ -100,7 +100,7 @@ def test_policy_gradients_share_the_code_of_the_others():
     assert {key for key in one if one[key] != other[key]} == {"CRITIC_INPUT", "make_env"}
     shared = {key for name in SCRIPTS for key in definitions(name).keys() & one.keys()}
     equal = {key for key in shared if any(definitions(name).get(key) == one[key] for name in TEAM_SCRIPTS)}
-    assert {"make_team", "SharedGRU.forward", "cudnn_unroll", "lambda_returns", "gather_q", "Player.reset"} <= equal
+    assert {"make_team", "SharedGRU.forward", "lambda_returns", "gather_q", "Player.reset"} <= equal
     assert shared - equal == OF_POLICY_SCRIPTS
 
 

@@ -12,6 +12,7 @@ import iql
 import qmix
 from envs import runs
 from envs.episodes import EpisodeRunner
+from envs.gru import cudnn_unroll
 from envs.team import Team
 
 CPU = torch.device("cpu")
@@ -331,7 +332,7 @@ def test_cudnn_unroll_has_the_gradients_of_a_gru():
     gru, x, h = nn.GRU(5, 7), torch.randn(11, 3, 5, requires_grad=True), torch.randn(3, 7, requires_grad=True)
     expected, weight = gru(x, h.unsqueeze(0))[0], torch.randn(11, 3, 7)
     gates = nn.functional.linear(x, gru.weight_ih_l0, gru.bias_ih_l0)
-    found = iql.cudnn_unroll(gates, h, gru.weight_hh_l0, gru.bias_hh_l0)
+    found = cudnn_unroll(gates, h, gru.weight_hh_l0, gru.bias_hh_l0)
     torch.testing.assert_close(found, expected)
     leaves = (x, h, *gru.parameters())
     for ours, theirs in zip(*(torch.autograd.grad((y * weight).sum(), leaves) for y in (found, expected))):
