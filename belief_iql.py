@@ -310,9 +310,9 @@ class Player:
         self.h.copy_(h[0])
         self.model_h.copy_(model_h[0])
         self.last_obs.copy_(obs[0])
-        if inputs.running is not None:
+        if inputs.alive is not None:  # the model has not learned to say anything after a death
             log_belief = F.log_softmax(self.evidence + log_policy[0], -1)
-            self.log_belief.copy_(torch.where(inputs.running.view(-1, 1, 1, 1), log_belief, self.log_belief))
+            self.log_belief.copy_(torch.where(inputs.alive[..., None, None], log_belief, self.log_belief))
         return epsilon_greedy(q[0], inputs.avail, epsilon)
 
     def analyse(self, episodes):
@@ -522,7 +522,7 @@ def analyse(learner, episodes):
     """How right the model is in recorded episodes, and how much Q depends on it: docs/belief_iql.md."""
     inputs = learner.inputs(episodes)
     inferred, _, heads = learner.model_loss(episodes, *inputs)
-    metrics = {f"{name}_accuracy": accuracy(*head).item() for name, head in heads.items()}
+    metrics = {f"{name}_accuracy": accuracy(*head).item() for name, head in heads.items() if head[0].any()}
     if inferred.shape[1] > 1:  # a single match has no other to exchange with
         metrics |= usage(learner.target_agents, episodes, inputs, inferred)
     return metrics

@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
     last_action: torch.Tensor  # (matches, seats), -1 at the start of an episode
     all_last_action: torch.Tensor  # (matches, n_agents)
     seat: torch.Tensor  # (matches, seats), which seats these are
-    running: torch.Tensor | None = None  # (matches,), whether a match goes on; None for team-mates
+    alive: torch.Tensor | None = None  # (matches, seats), in a match that goes on; None for team-mates
     match: torch.Tensor | None = None  # (matches,), which matches of the environment these are; None: all, in order
 
 
@@ -210,7 +210,7 @@ class EpisodeRunner:
             last_action=select(self.last_action),
             all_last_action=self.last_action,
             seat=self.team.learner_seats,
-            running=self.running,
+            alive=self.running.unsqueeze(1) & select(self.env.info["alive"]),
         )
         action = self.player.act(inputs, self.epsilon)
         action = self.team.joint_action(action, self.team_last_action)

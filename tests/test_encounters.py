@@ -180,7 +180,12 @@ def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
         obs, _, _ = learner.inputs(episodes)
         with torch.no_grad():
             *_, log_policy = model.unroll(obs, episodes["all_action"][:-1], episodes["seat"][0], evidence)
-        last = torch.stack([log_policy[length - 1, match] for match, length in enumerate(lengths.tolist())])
+        alive = episodes["alive"].clone()
+        for match, length in enumerate(lengths.tolist()):
+            alive[length:, match] = False
+        last_step = len(alive) - 1 - alive.int().flip(0).argmax(0)  # at which a seat lives and its match goes on
+        last = torch.stack([torch.stack([log_policy[t, match, seat] for seat, t in enumerate(steps)])
+                            for match, steps in enumerate(last_step.tolist())])  # fmt: skip
         total = (evidence + last).log_softmax(-1)
 
 
