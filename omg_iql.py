@@ -513,6 +513,13 @@ class ReplayBuffer:
             self.data[name][:, : values.shape[1]] = values.to(self.device)
 
 
+def last_alive_row(alive):
+    """(rows, matches, seats): the last row of the life that each row is in; for a dead row, of the life before."""
+    rows = torch.arange(len(alive), device=alive.device).view(-1, 1, 1)
+    next_dead = torch.where(alive, len(alive), rows).flip(0).cummin(0).values.flip(0)
+    return torch.where(alive, next_dead - 1, 0).cummax(0).values
+
+
 class Learner:
     """The networks, the optimiser and the update."""
 
@@ -594,9 +601,7 @@ class Learner:
         args = self.args
         obs, last_action, steps_left = inputs
         alive = batch["alive"] & (steps_left >= 0).unsqueeze(-1)
-        rows = torch.arange(len(alive), device=obs.device).view(-1, 1, 1)
-        ends = torch.where(alive, len(alive), rows).flip(0).cummin(0).values.flip(0) - 1
-        last_row = torch.where(alive, ends, 0).cummax(0).values[:-1]  # the last state that the learner sees in its life
+        last_row = last_alive_row(alive)[:-1]
         in_episode = (steps_left[:-1] > 0).unsqueeze(-1)
         mask = alive[:-1] & in_episode  # (steps, matches, seats)
         with torch.no_grad():
@@ -740,6 +745,7 @@ if __name__ == "__main__":
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
+    plain_env = env
     if args.tell_who:
         env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
     learner = Learner(args, env)
@@ -754,8 +760,9 @@ if __name__ == "__main__":
         load_vae(args, env, learner.model)
     state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
     if not (args.init or args.vae):
-        stand_ins = make_team(args, env, "pre-training", stand_in=True)
-        pretrain_runner = EpisodeRunner(env, stand_ins, RandomPlayer(), [*pretrain_cvae.FIELDS, *state_field])
+        stand_ins = make_team(args, plain_env, "pre-training", stand_in=True)
+        watched = TellWho(plain_env, stand_ins) if args.tell_who else env
+        pretrain_runner = EpisodeRunner(watched, stand_ins, RandomPlayer(), [*pretrain_cvae.FIELDS, *state_field])
         state["pretraining"] = pretraining = pretrain_cvae.Pretraining(args, learner.model, pretrain_runner)
 
     with runs.Run(args, __file__, STARTED, env, learner, state) as run:

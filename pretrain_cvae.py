@@ -5,6 +5,7 @@ The others play every seat. Both go into one file for `omg_iql.py --vae FILE`; w
     python pretrain_cvae.py --env-id 8m --cuda --team 7qmix1omg --pool "runs/8m__qmix__*"        docs/pretrain_cvae.md
 """
 
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -196,4 +197,8 @@ if __name__ == "__main__":
     results |= {"args": asdict(args), "versions": runs.versions()}
     if not checkpoints.write(content, folder / "vae.pt") or not runs.write_json(results, folder / "results.json"):
         raise SystemExit(1)
-    print(f"use it with: python {args.script}.py --env-id {args.env_id} --vae {folder / 'vae.pt'}")
+    defaults = Args(**{name: PAPER[name] for name in PAPER if args.paper and name in vars(args)})
+    same = ("env_id", "n_agents", "team", "pool", "latent_dim", "subgoal_input", "predict")  # what the run has to have
+    options = {name: getattr(args, name) for name in same if getattr(args, name) != getattr(defaults, name)}
+    words = [*["--paper"] * args.paper, *runs.words_of({**options, "vae": folder / "vae.pt"})]
+    print(f"use it with: python {shlex.join([f'{args.script}.py', *words])}")

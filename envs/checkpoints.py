@@ -141,8 +141,12 @@ def read_networks(path, requirements):
         raise ValueError("there is no such file")
     saved = read(path)
     check_tensors(path, saved)
-    if repr(saved.get("requirements")) != repr(requirements):
-        raise ValueError(f"it is for {_short(saved.get('requirements'), 400)}, not for {requirements}")
+    made_for = saved.get("requirements")
+    if not isinstance(made_for, dict) or made_for.keys() != requirements.keys():
+        raise ValueError("it is of another version")
+    differ = [name for name in requirements if repr(made_for[name]) != repr(requirements[name])]
+    if differ:
+        raise ValueError(f"it is for {', '.join(f'{n} {_short(made_for[n])}, not {requirements[n]}' for n in differ)}")
     if not isinstance(saved.get("networks"), dict):
         raise ValueError("it has no networks by name")
     _check_networks("it", saved["networks"])

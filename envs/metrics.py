@@ -122,6 +122,8 @@ def linear_probe(features, labels, classes, train):
 def code_metrics(episodes, steps_left, mean, log_variance):
     """How many dimensions of a code vary, and what share of a sample's variance is noise."""
     mask = episodes["alive"] & (steps_left > 0).unsqueeze(-1)
+    if not mask.any():
+        return {}
     noise, spread = log_variance[mask].exp().mean(0), mean[mask].var(0, correction=0)
     return {"active_dims": int((spread > 0.01).sum()), "noise_share": (noise / (noise + spread)).mean().item()}
 

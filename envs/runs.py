@@ -110,6 +110,17 @@ def option(name):
     return f"--{name.replace('_', '-')}"
 
 
+def words_of(options):
+    """Options by name as words of a command; None is left out."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(option(name) if value else option(f"no_{name}"))
+        elif value is not None:
+            words += [option(name), *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return words
+
+
 def from_command_line(args_class, paper=None):
     """The arguments of the command line; `paper` has other defaults, of any script, which --paper asks for."""
     args = tyro.cli(args_class)
@@ -743,7 +754,7 @@ class Run:
         self.last_round = steps, max(time.time() - self.round_began, 1e-3)
         self.round_began = time.time()
         for share in getattr(self.args, "checkpoint_at", ()):
-            if before < share * self.args.total_timesteps <= self.steps:
+            if (before or -1) < share * self.args.total_timesteps <= self.steps:
                 self.save_copy(self.folder / f"at-{share:g}")
 
     # ---- logs ----
@@ -837,7 +848,8 @@ class Run:
         low, high = final["win_rate_interval"]
         print(f"{self.progress['seconds']:.1f} s, {self.steps:,} steps, {self.learner.updates:,} updates")
         share = f"{final['win_rate']:.1%} ({100 * low:.1f} to {100 * high:.1f})"
-        line = f"of {len(won)} greedy matches won {share}, return {final['episodic_return']:.2f}"
+        played = f"encounters of {self.env.encounters} matches" if self.env.encounters > 1 else "matches"
+        line = f"of {len(won)} greedy {played} won {share}, return {final['episodic_return']:.2f}"
         if script:
             seats = "its seat" if returns.shape[1] == 1 else "its seats"
             line += "; `{policy}` in {}: {win_rate:.1%}, return {episodic_return:.2f}".format(seats, **script)

@@ -461,6 +461,14 @@ class TellWho:
         return self._obs
 
     @property
+    def while_waiting(self):
+        return self._env.while_waiting
+
+    @while_waiting.setter
+    def while_waiting(self, function):
+        self._env.while_waiting = function
+
+    @property
     def places(self):
         """The environment's own function, where it has one: what is told says nothing of places."""
         places = self._env.places
