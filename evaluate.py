@@ -32,7 +32,7 @@ class Args:
     team: str | None = None  # the seats, such as 6other2ego (default: one ego, all others other)
     groups: tuple[Literal["homologue", "non-homologue"], ...] | None = None  # teams of one other, mixed ones (or both)
     episodes: int = 1000  # matches of an ego with each other, rounded up to a multiple of the seats
-    encounter: int = 1  # consecutive matches with the same others; returns are also reported by match number
+    encounter: int | None = None  # consecutive matches with the same others (default: 1, with --bounds the stage's)
     num_envs: int | None = None  # matches at a time at most (default: 8192 on the GPU, 512 on the CPU, sc2/ 8)
     env_id: str | None = None  # the environment (default: that of the runs)
     n_agents: int | None = None  # number of agents, where the environment leaves it open (default: that of the runs)
@@ -81,6 +81,7 @@ def check_args(args, egos):
     """
     if not egos or not args.others:
         raise ValueError("--ego and --others name somebody")
+    runs.fill_in(args, {"encounter": 1})
     runs.check_ranges(args, positive="episodes encounter num_envs adapt", non_negative="seed")
     known = [saved for saved in (egos if any(egos.values()) else find(args.others)).values() if saved]
     if not known and not args.env_id:
@@ -105,6 +106,9 @@ def check_args(args, egos):
             check_names(name, saved)
         if args.adapt and saved and not saved["args"].get("share_parameters", True):
             raise ValueError(f"--adapt: {name} has a network for each seat, and a learner whose seat changes has one")
+        if args.adapt and saved and saved["args"].get("n_policies", len(schedule.pool)) != len(schedule.pool):
+            known = saved["args"]["n_policies"]
+            raise ValueError(f"--adapt: {name} tells {known} policies apart, and there are {len(schedule.pool)} others")
     can_mix = len(schedule.pool) > 1 and schedule.seats > 1
     runs.fill_in(args, {"groups": ("homologue", "non-homologue")[: 2 if can_mix else 1]})
     if not args.groups:
@@ -252,15 +256,8 @@ def adapt(args, ego, saved):
         "eval_interval": max(args.adapt // 20, 1), "start_e": 0.05, "end_e": 0.05, "vae": None,
         "train_frequency": None if not envs.is_simulated(args.env_id) else 1000 if args.cuda else 100,
     }  # fmt: skip
-    command = [sys.executable, script.__file__]
-    for name, value in options.items():
-        if name not in script.Args.__dataclass_fields__ or value is None:
-            continue
-        if isinstance(value, bool):
-            command.append(runs.option(name) if value else runs.option(f"no_{name}"))
-        else:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            command += [runs.option(name), *map(str, values)]
+    options = {name: value for name, value in options.items() if name in script.Args.__dataclass_fields__}
+    command = [sys.executable, script.__file__, *runs.words_of(options)]
     before = set(root.glob("*"))
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"--adapt: {script.__file__} failed for {ego}: {' '.join(command)}")
@@ -369,8 +366,9 @@ def record(args, ego, saved):
 
 def main(args):
     started = time.time()
-    bounds = results.read_bounds(args.bounds) if args.bounds else {}
+    bounds, encounter = results.read_bounds(args.bounds) if args.bounds else ({}, 1)
     args.others = args.others or tuple(bounds)
+    runs.fill_in(args, {"encounter": encounter})
     egos = find(args.ego)
     schedule = check_args(args, egos)
     args.out.mkdir(parents=True, exist_ok=True)

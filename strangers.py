@@ -139,8 +139,8 @@ def manifest_of(args, plan, root):
         strangers.append({"policy": policy, "lower": lowest[policy], "upper": upper, "response": name(response)})
     return {
         "stage": args.stage, "env_id": stage.env_id, "measure": measure, "team": f"{env.n_agents - 1}other1learner",
-        "pool": [name(one) for one in plan.pool], "strangers": strangers, "args": asdict(args),
-        "command": " ".join(["python strangers.py", *sys.argv[1:]]), "versions": runs.versions(),
+        "encounter": stage.encounter, "pool": [name(one) for one in plan.pool], "strangers": strangers,
+        "args": asdict(args), "command": " ".join(["python strangers.py", *sys.argv[1:]]), "versions": runs.versions(),
     }  # fmt: skip
 
 

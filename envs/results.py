@@ -151,17 +151,20 @@ def is_done(run):
 
 # ---- scores between bounds ----
 def read_bounds(path):
-    """{stranger: (measure, lower, upper)} of a manifest of strangers.py; a stranger is a path or a scripted policy."""
+    """{stranger: (measure, lower, upper)} of a manifest of strangers.py, and how many matches in a row its stage has.
+
+    A stranger is a path or a scripted policy.
+    """
     try:
         manifest = json.loads(path.read_bytes())
-        found = {}
+        found, encounter = {}, int(manifest.get("encounter", 1))
         for one in manifest["strangers"]:
             folder = path.parent / one["policy"]
             name = str(folder) if folder.is_dir() else one["policy"]
             found[name] = (manifest["measure"], float(one["lower"]), float(one["upper"]))
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path} is not a manifest of strangers ({type(error).__name__}: {error})") from None
-    return found
+    return found, encounter
 
 
 def far_apart(measure, lower, upper):

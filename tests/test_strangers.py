@@ -36,8 +36,8 @@ def test_stages_name_policies_that_are_there_and_nobody_twice(name):
 def test_scores_lie_between_the_bounds(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST))
-    bounds = results.read_bounds(tmp_path / "manifest.json")
-    assert bounds == {"NS": ("return", 1.0, 3.0), str(tmp_path / "run"): ("return", -2.0, 2.0)}
+    bounds, encounter = results.read_bounds(tmp_path / "manifest.json")
+    assert encounter == 1 and bounds == {"NS": ("return", 1.0, 3.0), str(tmp_path / "run"): ("return", -2.0, 2.0)}
     row = {"ego": "a", "adapted": 0, "group": "homologue", "episodes": 8}
     rows = [
         {**row, "other": "NS", "return": 2.5}, {**row, "other": str(tmp_path / "run"), "return": -1.0},
@@ -132,7 +132,7 @@ def pretend(plan, root):
         folder = root / (job.name if isinstance(job, sweep.Evaluation) else f"{job.name}__1")
         rows = [{"ego": "random", "other": one if isinstance(one, str) else f"{one.name}__1", "group": "homologue",
                  "episodes": 8, "win_rate": 0.0, "return": 0.0} for one in plan.held_out.strangers]  # fmt: skip
-        write_results(folder, 1.0, rows if isinstance(job, sweep.Evaluation) else None)
+        write_results(folder, 1.0, rows if isinstance(job, sweep.Evaluation) else None, job.needs)
     pool = {compare.POOL: plan.held_out.pool} if compare.POOL in plan.tests else {}
     for number, (method, jobs) in enumerate((plan.learners | pool).items()):
         for job in jobs if method in plan.learners else ():
@@ -146,16 +146,17 @@ def pretend(plan, root):
             )
             rows = [{"ego": f"{job.name}__1", "other": other, "group": "homologue", **found}
                     for other in (*others, "all") for job in jobs]  # fmt: skip
-            write_results(root / plan.tests[method].name, 0.0, rows)
+            write_results(root / plan.tests[method].name, 0.0, rows, plan.tests[method].needs)
         if method in plan.known:
             rows = [{"ego": f"{job.name}__1", "other": "all", "group": "homologue", "episodes": 8, "win_rate": 0.0,
                      "return": 0.5 + 0.02 * job.seed} for job in jobs]  # fmt: skip
-            write_results(root / plan.known[method].name, 0.0, rows)
+            write_results(root / plan.known[method].name, 0.0, rows, plan.known[method].needs)
 
 
-def write_results(folder, score, rows=None):
+def write_results(folder, score, rows=None, played=()):
     final = {"win_rate": score, "episodic_return": score}
-    content = {"args": {}, "versions": {"python": "3"}, "seconds": 1.0}
+    args = {"ego": [f"{run.name}__1" for run in played], "others": []}
+    content = {"args": args, "versions": {"python": "3"}, "seconds": 1.0}
     content |= {"final": final, "best": final, "evals": [{"steps": step, **final} for step in (1, 2)]}
     content |= {"encounter": {"return_1": score, "return_2": score + 1, "return_3": score + 2}}
     folder.mkdir(parents=True)
