@@ -422,9 +422,8 @@ class Player:
         logits = model(obs.flatten(0, 1), time).unflatten(0, alive.shape)
         self.log_probs.copy_(log_softmax(logits, avail.unsqueeze(2)))
         self.alive.copy_(alive)
-        plays = alive.gather(1, inputs.seat) & (self.outputs["own_goal"] < len(env.goals))
-        if inputs.running is not None:
-            plays = plays & inputs.running.unsqueeze(1)
+        plays = alive.gather(1, inputs.seat) if inputs.alive is None else inputs.alive
+        plays = plays & (self.outputs["own_goal"] < len(env.goals))
         policy = inputs.avail / inputs.avail.sum(-1, keepdim=True)
         decisions = plays.flatten().nonzero().flatten()  # the only wait for the device
         for chosen in decisions.split(self.args.planners) if len(decisions) else ():
