@@ -10,7 +10,6 @@ With --adapt it then continues to learn among these others, and is tested again.
 
 import csv
 import gc
-import glob
 import io
 import json
 import os
@@ -66,8 +65,7 @@ def find(names):
     """name -> checkpoint of a run, None for what may be a scripted policy"""
     everyone = {}
     for name in names:
-        runs_found = [path for path in sorted(glob.glob(name)) if (Path(path) / "checkpoint.pt").exists()]
-        found = {path: checkpoints.read_run(path) for path in runs_found} or {name: None}
+        found = {path: checkpoints.read_run(path) for path in checkpoints.find_runs(name)} or {name: None}
         for path in found.keys() & everyone.keys():
             raise ValueError(f"{path} is named more than once")
         everyone |= found
@@ -87,7 +85,7 @@ def check_args(args, egos):
     if not known and not args.env_id:
         raise ValueError("there is no run among egos and others: --env-id says what scripted policies are to play")
     args.env_id = args.env_id or known[0]["env_id"]
-    args.n_agents = args.n_agents or (known[0]["args"]["n_agents"] if known else None)
+    args.n_agents = args.n_agents or (known[0]["args"].get("n_agents") if known else None)
     runs.resolve_device(args)
     slow_game = not envs.is_simulated(args.env_id)
     runs.fill_in(args, {"num_envs": 8 if slow_game else 8192 if args.cuda else 512})
@@ -104,6 +102,8 @@ def check_args(args, egos):
             raise ValueError(f"--ego {name}: no run with a checkpoint.pt is there; scripted policies are {scripted}")
         if args.adapt and saved:
             check_names(name, saved)
+            if not {"team", "pool"} <= saved["args"].keys():
+                raise ValueError(f"--adapt: {saved['algorithm']}.py has no --team to learn among others")
         if args.adapt and saved and not saved["args"].get("share_parameters", True):
             raise ValueError(f"--adapt: {name} has a network for each seat, and a learner whose seat changes has one")
         if args.adapt and saved and saved["args"].get("n_policies", len(schedule.pool)) != len(schedule.pool):
@@ -291,10 +291,15 @@ def labels(names):
     return short if len(set(short.values())) == len(short) else dict(zip(names, names))
 
 
-def write_rows(out, about, rows):
-    """results.json and results.csv"""
+def write_table(out, rows):
+    """results.csv"""
     extra = dict.fromkeys(key for row in rows for key in row if key not in COLUMNS)
     write_csv(out / "results.csv", [*COLUMNS, *extra], rows)
+
+
+def write_rows(out, about, rows):
+    """results.json and results.csv"""
+    write_table(out, rows)
     files.write_text(out / "results.json", json.dumps({**about, "rows": rows}, indent=1, default=str))
 
 
@@ -366,16 +371,19 @@ def record(args, ego, saved):
 
 def main(args):
     started = time.time()
-    bounds, encounter = results.read_bounds(args.bounds) if args.bounds else ({}, 1)
+    bounds, stage = results.read_bounds(args.bounds) if args.bounds else ({}, {})
     args.others = args.others or tuple(bounds)
-    runs.fill_in(args, {"encounter": encounter})
+    runs.fill_in(args, stage)
     egos = find(args.ego)
     schedule = check_args(args, egos)
+    if args.env_id != stage.get("env_id", args.env_id):
+        raise ValueError(f"--bounds {args.bounds} are of {stage['env_id']}, not of {args.env_id}")
     args.out.mkdir(parents=True, exist_ok=True)
     rows, adapted = [], {}
     for ego, saved in egos.items():
         rows += evaluate(args, ego, saved, len(schedule.pool))
         print(f"{time.time() - started:7.1f} s  {ego}", flush=True)
+        write_table(args.out, rows)  # whatever comes after it
         gc.collect()  # a runner and its graph refer to each other, and hold much memory
         if args.adapt and saved:
             adapted[ego] = adapt(args, ego, saved)
@@ -384,6 +392,8 @@ def main(args):
             rows += [{**row, "ego": ego} for row in new]
     is_won = schedule.env.team_reward and results.is_won_together(args.env_id)
     results.normalise(rows, bounds)
+    write_table(args.out, rows)
+    print(table(rows))
     draw(args.out, rows, "win_rate" if is_won else "return")
     if adapted:
         write_adaptation(args.out, adapted, "win_rate" if is_won else "episodic_return")
@@ -391,7 +401,6 @@ def main(args):
         record(args, *next(iter(egos.items())))
     about = {"command": " ".join(sys.argv), "seconds": time.time() - started, "args": asdict(args), "adapted": adapted}
     write_rows(args.out, {**about, "versions": runs.versions()}, rows)  # at the end, for it says that all is there
-    print(table(rows))
     print(f"{time.time() - started:.1f} s; results.csv, results.json and heatmap.png are in {args.out}")
 
 

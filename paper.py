@@ -36,6 +36,7 @@ METHODS = {
 }  # another method is another line: a script and its options
 PROTOCOLS = {"": (), ", diverse": ("--mix-teammates", "--teammate-epsilon", "0.2")}  # the paper's, and one with
 # team-mates that differ and err: what helps with strangers most (docs/results)
+OVER = "over seeds and strangers, of mixed teams and the pool over seeds"  # what intervals are for
 POOL = "QMIX of the pool"  # plays in the learner's seat as well, to compare with
 PAPER = {
     ("8m", "non-homologue", 7): {"IQL": 64.9, "LIAM": 67.2, "naive OM": 66.0, "OMG conservative": 68.7,
@@ -135,6 +136,8 @@ def make_plan(args):
     unseen = [run for runs in strangers.values() for run in runs]
     if env.team_reward:
         pool, team = to_play_with("qmix", "pool_qmix", args.pool_runs, 1), f"{mates}qmix1learner"
+    elif not {"NS", "NH", "RAND"} <= set(env.policies):
+        raise UsageError(f"--map {args.map} has rewards of one's own and no NS, NH and RAND to learn with: try --stage")
     else:
         pool, team, unseen = ["NS", "NH"], f"{mates}other1learner", ["RAND", *unseen]
     among = ("--team", team, "--pool", *pool)
@@ -279,11 +282,7 @@ def text_of(report):
     finals = [[label, str(len(values[key])), *(number(f(values[key])) for f in (np.mean, min, max))]
               for label, values in report["runs"].items()]  # fmt: skip
     what, seeds = "Test win %" if share else "Mean return of the learner", report["sizes"]["seeds"]
-    over = (
-        f"mean over {seeds} seeds with its 95% interval over seeds and strangers, of the pool over seeds (Student's t)"
-        if seeds > 1
-        else "one seed"
-    )
+    over = f"mean over {seeds} seeds with its 95% interval {OVER} (Student's t)" if seeds > 1 else "one seed"
     sizes = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in report["sizes"].items())
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     matches = sum(result["matches"] for result in results)
@@ -342,7 +341,7 @@ def draw(report, path):
         axes.plot([], [], "kx", label="the paper")
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     note = "Homologue: all others of a match play by one policy. Non-homologue: each by one of its own."
-    figure.supxlabel(f"{note} 95% intervals over seeds and strangers, of the pool over seeds.", fontsize=8)
+    figure.supxlabel(f"{note} 95% intervals {OVER}.", fontsize=8)
     files.write(path, lambda file: figure.savefig(file, dpi=120))
 
 

@@ -188,15 +188,15 @@ if __name__ == "__main__":
     writer = runs.Log(args, folder)
     runner = EpisodeRunner(env, team, RandomPlayer(), (*FIELDS, *["state"] * (args.subgoal_input == "state")))
     errors = Pretraining(args, model, runner).run(writer)
-    if args.subgoal_input != "state" and env.simulated:
-        writer.add_image("pretrain/rebuilt", play.reconstruction(runner, model), args.pretrain_updates)
-    writer.close()
     content = {"algorithm": args.script, "env_id": args.env_id, "args": asdict(args), "errors": errors}
     content |= {"requirements": script.requirements(args, env), "networks": {"model": model.state_dict()}}
     results = {"command": " ".join(sys.argv), "seconds": time.time() - STARTED, **errors}
     results |= {"args": asdict(args), "versions": runs.versions()}
     if not checkpoints.write(content, folder / "vae.pt") or not runs.write_json(results, folder / "results.json"):
         raise SystemExit(1)
+    if args.subgoal_input != "state" and env.simulated and hasattr(env, "scene"):
+        writer.add_image("pretrain/rebuilt", play.reconstruction(runner, model), args.pretrain_updates)
+    writer.close()
     defaults = Args(**{name: PAPER[name] for name in PAPER if args.paper and name in vars(args)})
     same = ("env_id", "n_agents", "team", "pool", "latent_dim", "subgoal_input", "predict")  # what the run has to have
     options = {name: getattr(args, name) for name in same if getattr(args, name) != getattr(defaults, name)}

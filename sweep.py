@@ -87,7 +87,7 @@ class Job:
     def exp_name(self):
         words = [self.script.stem, *(word if isinstance(word, str) else word.name for word in self.arguments)]
         digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:6]
-        return re.sub(r"[\\/]|\.\.", "-", f"{(self.label or words[0])[:100]}-{digest}".replace(" ", "_"))
+        return re.sub(r'[\\/:*?"<>|\[\]]|\.\.', "-", f"{(self.label or words[0])[:100]}-{digest}".replace(" ", "_"))
 
     def runs(self, root):
         return sorted(Path(root).glob(f"{glob.escape(self.name)}__*"))
@@ -152,7 +152,7 @@ def options_of(words, names):
     kept, keeps = [], False
     for word in words:
         if word.startswith("--"):
-            keeps = word[2:].partition("=")[0].removeprefix("no-") in names
+            keeps = word[2:].partition("=")[0].replace("_", "-").removeprefix("no-") in names
         kept += [word] * keeps
     return kept
 
@@ -166,7 +166,11 @@ def check_args(args, extra):
     check_counts(args, ("seeds", "jobs", "runs_per_gpu", "trials"))
     if args.search and (args.vary or len(args.script) > 1):
         raise runs.UsageError("--search takes one script, and its options instead of --vary")
+    stems = [Path(script).stem for script in args.script]
+    if len(set(stems)) < len(stems):
+        raise runs.UsageError(f"--script: runs are told apart by the names of their scripts: {' '.join(stems)}")
     chosen = [setting[0] for setting in args.vary if setting] + [word.partition("=")[0] for word in args.search]
+    chosen = [name.replace("_", "-") for name in chosen]
     own = {"env-id": "--env-ids", "seed": "--seeds", "cuda": "--cuda before --", "run-root": "--run-root before --"}
     own |= {"exp-name": "--report", "resume": "the same command again", "time-limit": "Ctrl-C"}
     for name, instead in own.items():
@@ -297,12 +301,13 @@ def multi_process_service():
         # no pipes: a daemon that keeps its output open would keep this waiting
         quiet = {"env": {**os.environ, **settings}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         test = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
-        works = all(subprocess.call(words, stdin=subprocess.DEVNULL, **quiet) == 0 for words in ([control, "-d"], test))
-        if works:
-            print("Runs share the GPU through NVIDIA's Multi-Process Service (--no-mps turns it off).")
-        else:
-            print("NVIDIA's Multi-Process Service does not start here: the runs on a GPU take turns.")
         try:
+            start = ([control, "-d"], test)
+            works = all(subprocess.call(words, stdin=subprocess.DEVNULL, **quiet) == 0 for words in start)
+            if works:
+                print("Runs share the GPU through NVIDIA's Multi-Process Service (--no-mps turns it off).")
+            else:
+                print("NVIDIA's Multi-Process Service does not start here: the runs on a GPU take turns.")
             yield settings if works else {}
         finally:
             subprocess.run([control], input=b"quit\n", check=False, **quiet)
@@ -337,9 +342,9 @@ class Terminal:
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list that Ctrl-C and SIGTERM are noted in, so that the runs can save before this ends."""
+    """A list that signals to end are noted in, so that the runs can save before this ends."""
     noted = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = runs.not_ignored()
     before = [signal.signal(number, lambda number, frame: noted.append(number)) for number in numbers]
     try:
         yield noted
@@ -462,7 +467,9 @@ def run_all(jobs, place, root, run_root=".", more=None):
 
 
 def age(run):
-    return (run / "checkpoint.pt").stat().st_mtime_ns
+    """Of its checkpoint; None if somebody deleted it."""
+    with contextlib.suppress(OSError):
+        return (run / "checkpoint.pt").stat().st_mtime_ns
 
 
 def set_aside(run, terminal):

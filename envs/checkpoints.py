@@ -8,6 +8,7 @@ anybody: whatever is wrong with one is a ValueError in one line, before any netw
 import contextlib
 import copy
 import functools
+import glob
 import importlib.util
 import io
 import math
@@ -76,9 +77,10 @@ def read_run(folder):
         _check(path, f"sizes: {name}", int, saved["sizes"].get(name))
     if not saved["algorithm"].isidentifier() or len(saved["algorithm"]) > 100:
         raise ValueError(f"{path}: algorithm is the name of a script, not {_short(saved['algorithm'])}")
-    for name in ("env_id", "exp_name"):
+    for name in ("env_id", "exp_name"):  # that of the environment is never used as a path
         value = saved["args"].get(name, "")
-        if not isinstance(value, str) or ".." in value or "\0" in value or "\\" in value or value.startswith("/"):
+        elsewhere = ("..", "\\", "/") if name == "exp_name" else ()
+        if not isinstance(value, str) or any(part in value for part in (*elsewhere, "\0")):
             raise ValueError(f"{path}: {name} is a name without a path, not {_short(value)}")
     if saved["args"].get("env_id", saved["env_id"]) != saved["env_id"]:
         raise ValueError(f"{path} is damaged: it is of {_short(saved['env_id'])}, but its arguments are not")
@@ -133,6 +135,13 @@ def check_tensors(path, content, name="", finite=True):
             raise ValueError(f"{path} is damaged: {name} is no plain tensor")
         if finite and content.is_floating_point() and not content.isfinite().all():
             raise ValueError(f"{path} has numbers that are not finite, in {name}")
+
+
+def find_runs(pattern):
+    """The run folders that a path or a pattern names; one that is there may have brackets and stars in its name."""
+    pattern = str(pattern)
+    paths = [pattern] if (Path(pattern) / "checkpoint.pt").exists() else sorted(glob.glob(pattern))
+    return [path for path in paths if (Path(path) / "checkpoint.pt").exists()]
 
 
 def read_networks(path, requirements):

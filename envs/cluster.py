@@ -64,7 +64,8 @@ class Process:
 
     def line(self):
         """The last line of its output."""
-        with open(self.log, "rb") as log:
+        lines = []
+        with contextlib.suppress(OSError), open(self.log, "rb") as log:  # somebody may delete it
             log.seek(max(self.log.stat().st_size - 2000, 0))
             lines = log.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "starts")

@@ -151,20 +151,20 @@ def is_done(run):
 
 # ---- scores between bounds ----
 def read_bounds(path):
-    """{stranger: (measure, lower, upper)} of a manifest of strangers.py, and how many matches in a row its stage has.
+    """Of a manifest of strangers.py: {stranger: (measure, lower, upper)}, and the stage's environment and encounters.
 
     A stranger is a path or a scripted policy.
     """
     try:
         manifest = json.loads(path.read_bytes())
-        found, encounter = {}, int(manifest.get("encounter", 1))
+        found, stage = {}, {"env_id": str(manifest["env_id"]), "encounter": int(manifest.get("encounter", 1))}
         for one in manifest["strangers"]:
             folder = path.parent / one["policy"]
             name = str(folder) if folder.is_dir() else one["policy"]
             found[name] = (manifest["measure"], float(one["lower"]), float(one["upper"]))
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path} is not a manifest of strangers ({type(error).__name__}: {error})") from None
-    return found, encounter
+    return found, stage
 
 
 def far_apart(measure, lower, upper):
@@ -172,16 +172,21 @@ def far_apart(measure, lower, upper):
     return upper - lower > 0.03 * (1 if measure == "win_rate" else abs(upper))
 
 
+def path_of(name):
+    """A run's folder however it is written; a scripted policy's name."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
 def normalise(rows, bounds):
     """Adds to the rows of evaluate.py what share of the way from the lower to the upper bound they are.
 
     That of `all` is the mean over the strangers, with its interval over them.
     """
-    scores = {}
+    scores, by_path = {}, {path_of(name): bound for name, bound in bounds.items()}
     for row in rows:
         ego = row["ego"], row["adapted"], row["group"]
-        if row["other"] in bounds and row["group"] == "homologue" and row["episodes"]:
-            measure, lower, upper = bounds[row["other"]]
+        if path_of(row["other"]) in by_path and row["group"] == "homologue" and row["episodes"]:
+            measure, lower, upper = by_path[path_of(row["other"])]
             if far_apart(measure, lower, upper):
                 row["normalised"] = (row[measure] - lower) / (upper - lower)
                 scores.setdefault(ego, []).append(row["normalised"])

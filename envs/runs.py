@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -52,6 +53,7 @@ LARGEST = {
 PRETRAIN_TIMESTEPS = (100_000, 2_000_000)  # by default, on the CPU and on the GPU
 CHANGEABLE = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
 NO_MEMORY = 3  # the exit code of a run that lacks memory: beside fewer others it may have enough
+NO_MEMORY_MESSAGE = re.compile("tried to allocate|can't allocate|out of memory|OUT_OF_MEMORY|ALLOC_FAILED")
 
 
 _size_limits = []
@@ -79,11 +81,12 @@ def not_ignored():
 
 
 def exit_on_signals():
-    """Until a run starts, a signal ends the program at once."""
+    """Until a run starts, a signal ends the program at once; lack of memory ends it with one line, always."""
 
     def end(number, frame):
         raise Exit("interrupted before the first step: nothing was saved", 128 + number)
 
+    sys.excepthook = report_lack_of_memory
     for number in not_ignored():
         signal.signal(number, end)
     if os.environ.get("OMG_STOP_ON_EOF") == "1":  # who started this closes its stdin by ending, however it ends
@@ -98,7 +101,7 @@ def _signal_at_eof():
 
 def report_lack_of_memory(kind, error, trace, default=sys.excepthook):
     """One line instead of a traceback."""
-    if issubclass(kind, MemoryError) or (issubclass(kind, RuntimeError) and "allocate" in str(error)):
+    if issubclass(kind, MemoryError) or (issubclass(kind, Exception) and NO_MEMORY_MESSAGE.search(str(error))):
         cause = (str(error).strip() or "no more can be allocated").splitlines()[0][:200]
         raise Exit(f"out of memory: {cause}", NO_MEMORY) from None
     else:
@@ -133,7 +136,6 @@ def parse_args(args_class, script, paper=None):
     """The same; a resumed run keeps those it had, and rejects others."""
     args = from_command_line(args_class, paper)
     exit_on_signals()
-    sys.excepthook = report_lack_of_memory
     if not args.resume:
         return args
     if args.init:
@@ -150,7 +152,6 @@ def parse_args(args_class, script, paper=None):
     if saved["progress"]["complete"] and (folder / "results.json").exists():
         raise UsageError(f"--resume {folder}: that run is complete")
     defaults = asdict(args_class())
-    given = asdict(tyro.cli(args_class))  # without --paper's defaults
     if unknown := saved["args"].keys() - defaults.keys():
         raise UsageError(f"--resume {folder} is of another version: it has {', '.join(sorted(map(str, unknown)))}")
     try:
@@ -159,14 +160,15 @@ def parse_args(args_class, script, paper=None):
         raise UsageError(f"--resume {folder}: {error}") from None
     _size_limits.append(checkpoints.limit_sizes(folder, saved, UsageError))  # until they are loaded
     previous = {**defaults, **saved["args"]}  # an older run may lack an option
+    given = tyro.cli(args_class, default=args_class(**{**previous, "resume": None, "time_limit": None}))
     invalid = [
         f"{option(name)} {previous[name]} (not {value})"
-        for name, value in given.items()
-        if name not in CHANGEABLE and value not in (defaults[name], previous[name])
+        for name, value in asdict(given).items()
+        if name not in CHANGEABLE and value != previous[name]
     ]
     if invalid:
         raise UsageError(f"--resume {folder} has {', '.join(invalid)}")
-    return args_class(**{**previous, **{name: given[name] for name in CHANGEABLE}})
+    return given
 
 
 def load_script(args):
@@ -195,7 +197,7 @@ def check_ranges(args, positive="", non_negative="", fractions=""):
             if list(numbers) != sorted(numbers):
                 raise UsageError(f"{option(name)} is in rising order, not {value}")
     name = getattr(args, "exp_name", "x")
-    if Path(name).name != name or name in ("", ".", ".."):
+    if Path(name).name != name or name in ("", ".") or ".." in name or "\\" in name:
         raise UsageError(f"--exp-name is a name without a path, not {name!r}")
 
 
@@ -411,7 +413,8 @@ def wilson_interval(successes, trials):
     share = successes / trials
     centre = share + z * z / (2 * trials)
     spread = z * (share * (1 - share) / trials + z * z / (4 * trials**2)) ** 0.5
-    return [(centre - spread) / (1 + z * z / trials), (centre + spread) / (1 + z * z / trials)]
+    low, high = ((centre + side * spread) / (1 + z * z / trials) for side in (-1, 1))
+    return [max(low, 0.0), min(high, 1.0)]  # beyond them by rounding only
 
 
 def summary_of(returns, lengths, won):

@@ -9,11 +9,9 @@ Runs whose networks have the layout of iql.py act in one batched call; any other
 script loads. A step can be captured in a CUDA graph.
 """
 
-import glob
 import re
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -268,7 +266,7 @@ def read_pool(pool, env):
     """The runs of a pool: paths or patterns of run folders, of any script."""
     runs = []
     for pattern in pool:
-        paths = sorted(path for path in glob.glob(str(pattern)) if (Path(path) / "checkpoint.pt").exists())
+        paths = checkpoints.find_runs(pattern)
         if not paths:
             raise ValueError(f"there is no run with a checkpoint.pt at {pattern}")
         for path in paths:

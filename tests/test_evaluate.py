@@ -26,6 +26,7 @@ def runs(tmp_path_factory):
     folder, env = tmp_path_factory.mktemp("runs"), envs.make("3m")
     made = {name: write_run(folder / name, name, env, seed) for seed, name in enumerate(TEAM_SCRIPTS)}
     made["separate"] = write_run(folder / "separate", "iql", env, 7, share_parameters=False, hidden_dim=24)
+    made["brackets"] = write_run(folder / "iql[1]*", "iql", env, 7, share_parameters=False)
     return {name: str(path) for name, path in made.items()}
 
 
@@ -347,8 +348,10 @@ def test_files_are_moved_into_place(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", note)
     args = arguments(tmp_path, ["nearest"], ["kite"], env_id="3m", episodes=3, video=True)
     evaluate.main(args)
-    assert sorted(names) == sorted(os.listdir(args.out)) == ["heatmap.png", "match.gif", "results.csv", "results.json"]
-    assert names[-1] == "results.json"
+    assert (
+        sorted({*names}) == sorted(os.listdir(args.out)) == ["heatmap.png", "match.gif", "results.csv", "results.json"]
+    )
+    assert names[0] == "results.csv" and names[-1] == "results.json"  # what was found is there before any picture
 
 
 @pytest.mark.slow
@@ -454,6 +457,7 @@ def test_arguments_of_a_run_do_not_lead_out_of_the_folder(runs, changes, tmp_pat
         (["iql"], ["kite"], {"num_envs": 0}, "--num-envs is above 0, not 0"),
         (["iql"], ["kite"], {"adapt": -1}, "--adapt is above 0, not -1"),
         (["separate"], ["kite"], {"adapt": 10}, "separate has a network for each seat"),
+        (["brackets"], ["kite"], {"adapt": 10}, "has a network for each seat"),
         (["iql"], ["kite"], {"groups": ("non-homologue",)}, "mixed teams need two others in two seats, not 1 in 2"),
         (["iql"], ["kite"], {"groups": ()}, "--groups is homologue, non-homologue or both"),
     ],

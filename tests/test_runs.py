@@ -432,7 +432,7 @@ def parse(monkeypatch, name, *words):
 
 
 def test_arguments_of_a_resumed_run(complete_run, tmp_path, monkeypatch):
-    folder, complete = stopped("iql", tmp_path), complete_run("iql")["run"].folder
+    folder, complete = stopped("iql", tmp_path, log_interval=7.0), complete_run("iql")["run"].folder
     for name, words, message in (
         ("iql", ["--resume", tmp_path], r"there is no checkpoint\.pt"),
         ("vdn", ["--resume", folder], r"is a run of iql\.py"),
@@ -440,12 +440,14 @@ def test_arguments_of_a_resumed_run(complete_run, tmp_path, monkeypatch):
         ("iql", ["--resume", folder, "--gamma", 0.5, "--hidden-dim", 7],
          r"has --gamma 0\.97 \(not 0\.5\), --hidden-dim 16 \(not 7\)"),
         ("iql", ["--resume", folder, "--env-id", "8m"], r"has --env-id 3m \(not 8m\)"),
+        ("iql", ["--resume", folder, "--hidden-dim", 64], r"has --hidden-dim 16 \(not 64\)"),  # the default
         ("iql", ["--resume", folder, "--init", complete], "--init starts a new run and --resume continues an old one"),
     ):  # fmt: skip
         with pytest.raises(SystemExit, match=message):
             parse(monkeypatch, name, *words)
     args = parse(monkeypatch, "iql", "--resume", folder, "--time-limit", 5, "--hidden-dim", 16, "--track")
     assert (args.num_envs, args.hidden_dim, args.time_limit, args.track) == (4, 16, 5.0, True)
+    assert args.log_interval == 7.0
 
 
 def test_runs_of_other_versions(tmp_path, monkeypatch):
@@ -646,6 +648,8 @@ def test_runs_started_at_once_have_folders_of_their_own(tmp_path):
     with pytest.raises(SystemExit, match=r"no folder can be made there \(File name too long\)") as end:
         runs.make_folder(iql.Args(run_root=str(tmp_path), exp_name="x" * 300), 0)
     assert end.value.code == 2
+    with pytest.raises(SystemExit, match=r"--exp-name is a name without a path, not 'v1\.\.2'"):
+        iql.check_args(iql.Args(exp_name="v1..2"))  # its checkpoint would not be accepted
 
 
 def test_a_folder_in_use_is_not_resumed(tmp_path):

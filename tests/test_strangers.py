@@ -17,8 +17,10 @@ import strangers
 import sweep
 from envs import results
 
-MANIFEST = {"measure": "return", "strangers": [{"policy": "NS", "lower": 1.0, "upper": 3.0},
-                                               {"policy": "run", "lower": -2.0, "upper": 2.0}]}  # fmt: skip
+MANIFEST = {
+    "env_id": "stag_hunt_4x4", "encounter": 5, "measure": "return",
+    "strangers": [{"policy": "NS", "lower": 1.0, "upper": 3.0}, {"policy": "run", "lower": -2.0, "upper": 2.0}],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", strangers.STAGES)
@@ -36,8 +38,11 @@ def test_stages_name_policies_that_are_there_and_nobody_twice(name):
 def test_scores_lie_between_the_bounds(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST))
-    bounds, encounter = results.read_bounds(tmp_path / "manifest.json")
-    assert encounter == 1 and bounds == {"NS": ("return", 1.0, 3.0), str(tmp_path / "run"): ("return", -2.0, 2.0)}
+    bounds, stage = results.read_bounds(tmp_path / "manifest.json")
+    assert stage == {"env_id": "stag_hunt_4x4", "encounter": 5} and bounds == {
+        "NS": ("return", 1.0, 3.0),
+        str(tmp_path / "run"): ("return", -2.0, 2.0),
+    }
     row = {"ego": "a", "adapted": 0, "group": "homologue", "episodes": 8}
     rows = [
         {**row, "other": "NS", "return": 2.5}, {**row, "other": str(tmp_path / "run"), "return": -1.0},
@@ -45,6 +50,8 @@ def test_scores_lie_between_the_bounds(tmp_path):
         {**row, "other": "all", "return": 2.8},
         {**row, "group": "non-homologue", "other": "mixed", "return": 1.0},
     ]  # fmt: skip
+    other_form = str(tmp_path / "run" / ".." / "run")
+    rows[1]["other"] = other_form  # of the same folder
     results.normalise(rows, bounds | {"RAND": ("return", 1.95, 2.0)})  # within 3%
     assert [row.get("normalised") for row in rows] == [0.75, 0.25, None, None, 0.5, None]
     half = 12.706 * 0.25  # Student's t of two
@@ -65,7 +72,7 @@ def test_other_files_are_rejected(content, tmp_path):
 
 @pytest.mark.slow
 def test_a_set_is_made_and_used(tmp_path, monkeypatch, capsys):
-    stage = strangers.Stage("stag_hunt_4x4", ("NS",), ("NH",), ("iql",))
+    stage = strangers.Stage("stag_hunt_4x4", ("NS",), ("NH",), ("iql",), encounter=2)
     monkeypatch.setitem(strangers.STAGES, "stag-hunt", stage)
     monkeypatch.setattr(sys, "argv", ["strangers.py", "--stage", "stag-hunt", "--quick", "--out", str(tmp_path)])
     assert strangers.main() == 0
@@ -84,7 +91,11 @@ def test_a_set_is_made_and_used(tmp_path, monkeypatch, capsys):
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     ego = str(tmp_path / scripted["response"])
     evaluate.main(evaluate.Args((ego,), bounds=tmp_path / "manifest.json", episodes=8, out=tmp_path / "test"))
-    rows = json.loads((tmp_path / "test" / "results.json").read_text())["rows"]
+    found = json.loads((tmp_path / "test" / "results.json").read_text())
+    assert found["args"]["encounter"] == stage.encounter == 2
+    with pytest.raises(ValueError, match=r"manifest\.json are of stag_hunt_4x4, not of matrix_stag$"):
+        evaluate.main(evaluate.Args(("random",), ("tft",), bounds=tmp_path / "manifest.json", env_id="matrix_stag"))
+    rows = found["rows"]
     found = {Path(row["other"]).name: row for row in rows}
     assert found["NH"]["normalised"] == pytest.approx((found["NH"]["return"] + 1) / 5)
     assert "normalised" in found["all"] and "normalised" not in found["mixed"]

@@ -218,6 +218,9 @@ def test_on_a_terminal_every_run_at_work_has_a_line(tmp_path, monkeypatch):
         ({"vary": (("pause",),)}, [], "--vary takes an option and its values"),
         ({}, ["--seed", "3"], "--seed is the sweep's to set: use --seeds"),
         ({"vary": (("env-id", "a"),)}, [], "--env-id is the sweep's to set: use --env-ids"),
+        ({}, ["--run_root=elsewhere"], "--run-root is the sweep's to set: use --run-root before --"),
+        ({"vary": (("env_id", "a"),)}, [], "--env-id is the sweep's to set: use --env-ids"),
+        ({"script": (str(TOY), str(TOY))}, [], "names of their scripts: toy_script toy_script"),
         ({"script": ("nothing.py",)}, [], "--script nothing.py: there is no such file"),
         ({"report": "../sweep"}, [], r"--report \.\./sweep is a name, not a path"),
         ({"search": ("seed=1..3",)}, [], "--seed is the sweep's to set: use --seeds"),
@@ -943,6 +946,13 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, ca
         assert ours["6 homologue paper"]["LIAM"] == "79.7"
         assert ours["7 homologue paper"][paper.POOL] == "61.0"
     assert all((tmp_path / "all" / name).stat().st_size > 1000 for name in ("results.png", "curves.png"))
+
+
+def test_a_map_without_a_pool_is_rejected():
+    args = paper.Args(map="coin_game", quick=True)
+    paper.fill_in(args)
+    with pytest.raises(SystemExit, match=r"--map coin_game has .* no NS, NH and RAND to learn with"):
+        paper.make_plan(args)
 
 
 def test_the_plan_is_the_papers():

@@ -571,6 +571,7 @@ def test_hidden_state_and_last_action_start_anew_with_each_match():
 def test_wilson_interval():
     assert runs.wilson_interval(5, 10) == pytest.approx([0.2366, 0.7634], abs=1e-4)
     assert runs.wilson_interval(0, 10) == pytest.approx([0.0, 0.2775], abs=1e-4)
+    assert all(runs.wilson_interval(0, n)[0] >= 0 and runs.wilson_interval(n, n)[1] <= 1 for n in range(1, 1100))
 
 
 # ---- tiny games ----
