@@ -107,7 +107,7 @@ import pretrain_cvae  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, gather, round_up  # noqa: E402
 from envs.gru import cudnn_unroll  # noqa: E402
-from envs.metrics import code_metrics, masked_mean, place_metrics, probes, usage  # noqa: E402
+from envs.metrics import code_metrics, last_alive_row, masked_mean, place_metrics, probes, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
@@ -511,13 +511,6 @@ class ReplayBuffer:
         self.cursor = state["cursor"]
         for name, values in state["episodes"].items():
             self.data[name][:, : values.shape[1]] = values.to(self.device)
-
-
-def last_alive_row(alive):
-    """(rows, matches, seats): the last row of the life that each row is in; for a dead row, of the life before."""
-    rows = torch.arange(len(alive), device=alive.device).view(-1, 1, 1)
-    next_dead = torch.where(alive, len(alive), rows).flip(0).cummin(0).values.flip(0)
-    return torch.where(alive, next_dead - 1, 0).cummax(0).values
 
 
 class Learner:

@@ -5,7 +5,6 @@ The others play every seat. Both go into one file for `omg_iql.py --vae FILE`; w
     python pretrain_cvae.py --env-id 8m --cuda --team 7qmix1omg --pool "runs/8m__qmix__*"        docs/pretrain_cvae.md
 """
 
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -197,8 +196,5 @@ if __name__ == "__main__":
     if args.subgoal_input != "state" and env.simulated and hasattr(env, "scene"):
         writer.add_image("pretrain/rebuilt", play.reconstruction(runner, model), args.pretrain_updates)
     writer.close()
-    defaults = Args(**{name: PAPER[name] for name in PAPER if args.paper and name in vars(args)})
-    same = ("env_id", "n_agents", "team", "pool", "latent_dim", "subgoal_input", "predict")  # what the run has to have
-    options = {name: getattr(args, name) for name in same if getattr(args, name) != getattr(defaults, name)}
-    words = [*["--paper"] * args.paper, *runs.words_of({**options, "vae": folder / "vae.pt"})]
-    print(f"use it with: python {shlex.join([f'{args.script}.py', *words])}")
+    same = ("paper", "env_id", "n_agents", "team", "pool", "latent_dim", "subgoal_input", "predict")
+    print("use it with:", runs.command(args, PAPER if args.paper else {}, same, vae=folder / "vae.pt"))

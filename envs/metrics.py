@@ -1,4 +1,4 @@
-"""What an opponent model knows, measured on recorded episodes."""
+"""Recorded episodes: means over masks, the rows of a life, and what an opponent model knows."""
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,13 @@ def masked_nll(mask, log_probs, target):
 def accuracy(mask, log_probs, target):
     """How often the most probable class (..., classes) is the target (...), where the mask is set."""
     return masked_mean(mask, (log_probs.argmax(-1) == target).float())
+
+
+def last_alive_row(alive):
+    """(rows, matches, seats): the last row of the life that each row is in; for a dead row, of the life before."""
+    rows = torch.arange(len(alive), device=alive.device).view(-1, 1, 1)
+    next_dead = torch.where(alive, len(alive), rows).flip(0).cummin(0).values.flip(0)
+    return torch.where(alive, next_dead - 1, 0).cummax(0).values
 
 
 def exchanged(policy_id):

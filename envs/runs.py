@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -124,12 +125,25 @@ def words_of(options):
     return words
 
 
+def with_defaults(args_class, changed):
+    """The arguments of a script with other defaults; those that it does not have are left out."""
+    names = args_class.__dataclass_fields__.keys()
+    return args_class(**{name: value for name, value in changed.items() if name in names})
+
+
+def command(args, changed, names, **more):
+    """What runs args.script with those options that do not have its defaults, `changed` among these."""
+    defaults = with_defaults(type(args), changed)
+    options = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(defaults, name)}
+    return shlex.join(["python", f"{args.script}.py", *words_of({**options, **more})])
+
+
 def from_command_line(args_class, paper=None):
     """The arguments of the command line; `paper` has other defaults, of any script, which --paper asks for."""
     args = tyro.cli(args_class)
     if not getattr(args, "paper", False):
         return args
-    return tyro.cli(args_class, default=args_class(**{name: paper[name] for name in paper if name in vars(args)}))
+    return tyro.cli(args_class, default=with_defaults(args_class, paper))
 
 
 def parse_args(args_class, script, paper=None):

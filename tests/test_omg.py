@@ -21,7 +21,7 @@ import omg_iql
 import pretrain_cvae
 from envs import checkpoints
 from envs.episodes import EpisodeRunner, SideStream, load_runner
-from envs.metrics import exchanged, halves, hit_ratio, linear_probe, place_errors, usage
+from envs.metrics import exchanged, halves, hit_ratio, last_alive_row, linear_probe, place_errors, usage
 from envs.team import Team
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -554,7 +554,7 @@ def test_the_last_row_of_a_life():
     torch.manual_seed(0)
     alive = torch.rand(12, 30, 2) < 0.8
     alive[0] = True
-    found = omg_iql.last_alive_row(alive)
+    found = last_alive_row(alive)
     for match in range(30):
         for seat in range(2):
             mine, last = alive[:, match, seat].tolist(), 0
