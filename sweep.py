@@ -168,7 +168,7 @@ def check_args(args, extra):
         raise runs.UsageError("--search takes one script, and its options instead of --vary")
     stems = [Path(script).stem for script in args.script]
     if len(set(stems)) < len(stems):
-        raise runs.UsageError(f"--script: runs are told apart by the names of their scripts: {' '.join(stems)}")
+        raise runs.UsageError(f"--script: several of one name, which is all that runs have of it: {' '.join(stems)}")
     chosen = [setting[0] for setting in args.vary if setting] + [word.partition("=")[0] for word in args.search]
     chosen = [name.replace("_", "-") for name in chosen]
     own = {"env-id": "--env-ids", "seed": "--seeds", "cuda": "--cuda before --", "run-root": "--run-root before --"}

@@ -220,7 +220,7 @@ def test_on_a_terminal_every_run_at_work_has_a_line(tmp_path, monkeypatch):
         ({"vary": (("env-id", "a"),)}, [], "--env-id is the sweep's to set: use --env-ids"),
         ({}, ["--run_root=elsewhere"], "--run-root is the sweep's to set: use --run-root before --"),
         ({"vary": (("env_id", "a"),)}, [], "--env-id is the sweep's to set: use --env-ids"),
-        ({"script": (str(TOY), str(TOY))}, [], "names of their scripts: toy_script toy_script"),
+        ({"script": (str(TOY), str(TOY))}, [], "several of one name, .*: toy_script toy_script"),
         ({"script": ("nothing.py",)}, [], "--script nothing.py: there is no such file"),
         ({"report": "../sweep"}, [], r"--report \.\./sweep is a name, not a path"),
         ({"search": ("seed=1..3",)}, [], "--seed is the sweep's to set: use --seeds"),
