@@ -86,7 +86,7 @@ import torch.nn.functional as F  # noqa: E402
 import envs  # noqa: E402
 from envs import checkpoints, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, SideStream, gather, round_up  # noqa: E402
-from envs.gru import cudnn_unroll  # noqa: E402
+from envs.gru import unroll  # noqa: E402
 from envs.metrics import masked_mean, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
@@ -137,9 +137,9 @@ class SharedGRU(nn.GRU):
         h = h.flatten(0, 1)
         if len(x) == 1:
             y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
-        elif x.is_cuda and torch.is_grad_enabled():
+        elif x.is_cuda:
             gates = F.linear(rows, self.weight_ih_l0, self.bias_ih_l0)
-            y = cudnn_unroll(gates, h, self.weight_hh_l0, self.bias_hh_l0)
+            y = unroll(gates, h, self.weight_hh_l0, self.bias_hh_l0)
         else:
             y, _ = super().forward(rows, h.unsqueeze(0))
         return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)

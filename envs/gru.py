@@ -1,36 +1,197 @@
-"""cuDNN's GRU, faster to learn with: `cudnn_unroll`."""
+"""A GRU over all steps of a sequence, one CUDA kernel forward and one backward: `unroll`.
+
+A block of threads takes a few rows through all steps. Four threads share two units of a row: each keeps a quarter of
+these units' recurrent weights in registers, and reads the hidden state of the step before from shared memory. What the
+inputs add to the gates, and the gradients of the weights, are matrix products over all steps at once, outside.
+"""
+
+import functools
+import importlib.util
 
 import torch
-import torch.nn.functional as F
+
+from envs import vector
+
+MOST_UNITS = 128  # a thread has 1.5 weights for each of them, and 255 registers at most
+BLOCK = 512  # threads, if they need no more than 128 registers each: up to 64 units
 
 
-class RecurrentWeights(torch.autograd.Function):
-    """The identity on a GRU's gates; its backward pass computes the gradient of the recurrent weights."""
+# ---- templates of the kernels; the capitals and the names without an underscore are bound by _bound ----
+def _sigmoid(x):
+    return quotient(float32(1), float32(1) + exp(-x))
+
+
+def _tanh(x):
+    return float32(1) - quotient(float32(2), float32(1) + exp(x + x))
+
+
+def _sum_of_four(first, second, odd):
+    """Sums over the four threads that share two units: of `second` for the odd ones, of `first` for the others."""
+    own, others = (second, first) if odd else (first, second)
+    own += cuda.shfl_xor_sync(0xFFFFFFFF, others, 1)
+    return own + cuda.shfl_xor_sync(0xFFFFFFFF, own, 2)
+
+
+def _gates_at(gates, at):
+    return gates[at], gates[at + UNITS], gates[at + 2 * UNITS]
+
+
+def _forward(gates, h, weight, bias, y, saved, steps, rows):
+    # gates (steps, rows, 3, UNITS), h (rows, UNITS), weight (3, UNITS, UNITS), bias (3, UNITS), y (steps, rows, UNITS),
+    # saved (steps, rows, 4, UNITS), or empty if nothing will be learned; all flat
+    states = cuda.shared.array(STATES, float32)  # of the step before and of this one: (2, ROWS, UNITS)
+    w = cuda.local.array(WEIGHTS, float32)
+    lane, pair, place = cuda.threadIdx.x % 4, cuda.threadIdx.x // 4, cuda.threadIdx.y
+    odd, unit = lane & 1 == 1, 2 * pair + (lane & 1)
+    row = min(cuda.blockIdx.x * cuda.blockDim.y + place, rows - 1)  # places behind the last row repeat it
+    for k in range(QUARTER):
+        for i in range(6):
+            w[6 * k + i] = weight[(i // 2 * UNITS + 2 * pair + i % 2) * UNITS + 4 * k + lane]
+    bias_r, bias_z, bias_n = gates_at(bias, unit)
+    state = h[row * UNITS + unit]
+    states[place * UNITS + unit] = state
+    at, stride, ahead, end = row * UNITS + unit, rows * UNITS, 3 * row * UNITS + unit, 3 * steps * rows * UNITS
+    this, following = gates_at(gates, ahead), gates_at(gates, ahead + (3 * stride if steps > 1 else 0))
+    cuda.syncthreads()
+    for t in range(steps):
+        gate_r, gate_z, gate_n = this
+        this = following
+        if ahead + 6 * stride < end:  # global memory answers within two steps
+            ahead += 3 * stride
+            following = gates_at(gates, ahead + 3 * stride)
+        r0 = r1 = z0 = z1 = n0 = n1 = float32(0)
+        source = ((t & 1) * ROWS + place) * UNITS + lane
+        for k in range(QUARTER):
+            value = states[source + 4 * k]
+            r0 += w[6 * k] * value
+            r1 += w[6 * k + 1] * value
+            z0 += w[6 * k + 2] * value
+            z1 += w[6 * k + 3] * value
+            n0 += w[6 * k + 4] * value
+            n1 += w[6 * k + 5] * value
+        r = sigmoid(gate_r + (sum_of_four(r0, r1, odd) + bias_r))
+        z = sigmoid(gate_z + (sum_of_four(z0, z1, odd) + bias_z))
+        recurrent = sum_of_four(n0, n1, odd) + bias_n
+        n = tanh(gate_n + r * recurrent)
+        state = n + z * (state - n)
+        if lane < 2:
+            states[((1 - (t & 1)) * ROWS + place) * UNITS + unit] = state
+            y[at] = state
+            if len(saved) > 0:
+                to = 4 * at - 3 * unit
+                saved[to], saved[to + UNITS], saved[to + 2 * UNITS], saved[to + 3 * UNITS] = r, z, n, recurrent
+        at += stride
+        cuda.syncthreads()
+
+
+def _saved_at(saved, before, d_y, at, unit):
+    i = 4 * at - 3 * unit
+    return saved[i], saved[i + UNITS], saved[i + 2 * UNITS], saved[i + 3 * UNITS], before[at], d_y[at]
+
+
+def _backward(saved, before, weight, d_y, d_gates, d_recurrent, d_h, steps, rows):
+    # before (steps, rows, UNITS): the hidden states that steps begin with; d_x is the loss's gradient by x
+    errors = cuda.shared.array(ERRORS, float32)  # d_recurrent of the step behind and of this one: (2, ROWS, 3, UNITS)
+    w = cuda.local.array(WEIGHTS, float32)
+    lane, pair, place = cuda.threadIdx.x % 4, cuda.threadIdx.x // 4, cuda.threadIdx.y
+    odd, unit = lane & 1 == 1, 2 * pair + (lane & 1)
+    row = min(cuda.blockIdx.x * cuda.blockDim.y + place, rows - 1)
+    for k in range(QUARTER):
+        for i in range(6):
+            w[6 * k + i] = weight[(i // 2 * UNITS + 4 * k + lane) * UNITS + 2 * pair + i % 2]
+    d_state = float32(0)
+    at, stride = ((steps - 1) * rows + row) * UNITS + unit, rows * UNITS
+    this = saved_at(saved, before, d_y, at, unit)
+    following = saved_at(saved, before, d_y, at - (stride if steps > 1 else 0), unit)
+    for t in range(steps):
+        r, z, n, recurrent, last, d = this
+        this = following
+        if at >= 2 * stride:
+            following = saved_at(saved, before, d_y, at - 2 * stride, unit)
+        d += d_state
+        d_n = d * (float32(1) - z) * (float32(1) - n * n)
+        d_z = d * (last - n) * z * (float32(1) - z)
+        d_r = d_n * recurrent * r * (float32(1) - r)
+        source = ((t & 1) * ROWS + place) * 3 * UNITS
+        if lane < 2:
+            to = source + unit
+            errors[to], errors[to + UNITS], errors[to + 2 * UNITS] = d_r, d_z, d_n * r
+            to = 3 * at - 2 * unit
+            d_gates[to], d_gates[to + UNITS], d_gates[to + 2 * UNITS] = d_r, d_z, d_n
+            d_recurrent[to], d_recurrent[to + UNITS], d_recurrent[to + 2 * UNITS] = d_r, d_z, d_n * r
+        at -= stride
+        cuda.syncthreads()
+        d0 = d1 = float32(0)
+        for k in range(QUARTER):
+            for i in range(3):
+                error = errors[source + 4 * k + lane + i * UNITS]
+                d0 += w[6 * k + 2 * i] * error
+                d1 += w[6 * k + 2 * i + 1] * error
+        d_state = d * z + sum_of_four(d0, d1, odd)
+    d_h[row * UNITS + unit] = d_state
+
+
+def _bound(template, units, cuda, exp, quotient, float32, device_function):
+    """(the kernel for that many units, the most rows of a block)"""
+    rows, quarter = max(BLOCK // (2 * units), 1) if units <= 64 else 1, units // 4
+    names = {"cuda": cuda, "exp": exp, "quotient": quotient, "float32": float32}
+    names |= {"UNITS": units, "QUARTER": quarter, "WEIGHTS": 6 * quarter}
+    names |= {"ROWS": rows, "STATES": 2 * rows * units, "ERRORS": 6 * rows * units}
+    functions = _sigmoid, _tanh, _sum_of_four, _gates_at, _saved_at
+    names |= {f.__name__[1:]: device_function(vector.rebind(f, f.__name__, **names)) for f in functions}
+    name = f"gru{template.__name__}_{units}_{vector.fingerprint(template, *functions)}"
+    return vector.rebind(template, name, **names), rows
+
+
+@functools.cache
+def _compiled(template, units):
+    from numba import cuda, float32
+    from numba.cuda import libdevice
+
+    functions = libdevice.fast_expf, libdevice.fast_fdividef, float32
+    kernel, rows = _bound(template, units, cuda, *functions, cuda.jit(device=True))
+    return vector.Kernel(kernel, registers=128 if units <= 64 else 255), rows
+
+
+def _launch(template, units, steps, rows, *tensors):
+    kernel, most = _compiled(template, units)
+    device = tensors[0].device
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    together = min(-(-rows // processors), most)  # rows of a block: first every multiprocessor gets one
+    arguments = [vector.view(tensor.detach().flatten()) for tensor in tensors]
+    kernel(-(-rows // together), (2 * units, together), device, *arguments, steps, rows)
+
+
+class Unroll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gates, h, weight, bias, learns):
+        gates, h, weight, bias = (tensor.contiguous() for tensor in (gates, h, weight, bias))
+        steps, (rows, units) = len(gates), h.shape
+        y = h.new_empty(steps, rows, units)
+        saved = h.new_empty(steps if learns else 0, rows, 4, units)  # of every step: gates, and W h + b of the last
+        _launch(_forward, units, steps, rows, gates, h, weight, bias, y, saved)
+        ctx.save_for_backward(h, weight, y, saved)
+        return y
 
     @staticmethod
-    def forward(ctx, gates, weight, bias, states):
-        ctx.save_for_backward(gates, weight, bias)
-        ctx.states = states
-        return gates.view_as(gates)
-
-    @staticmethod
-    def backward(ctx, d_gates):
-        gates, weight, bias = ctx.saved_tensors
-        last_h = torch.cat(ctx.states)  # (time, rows, hidden)
-        n = last_h.shape[-1]
-        reset = torch.sigmoid(gates[..., :n] + F.linear(last_h, weight[:n], bias[:n]))
-        d_hidden = torch.cat((d_gates[..., : 2 * n], d_gates[..., 2 * n :] * reset), -1).flatten(0, 1)
-        return d_gates, d_hidden.T @ last_h.flatten(0, 1), d_hidden.sum(0), None
+    def backward(ctx, d_y):
+        h, weight, y, saved = ctx.saved_tensors
+        steps, rows, units = y.shape
+        before = torch.cat((h.unsqueeze(0), y[:-1]))
+        d_gates, d_recurrent = h.new_empty(2, steps, rows, 3 * units)
+        d_h = torch.empty_like(h)
+        _launch(_backward, units, steps, rows, saved, before, weight, d_y.contiguous(), d_gates, d_recurrent, d_h)
+        d_recurrent = d_recurrent.flatten(0, 1)
+        return d_gates, d_h, d_recurrent.T @ before.flatten(0, 1), d_recurrent.sum(0), None
 
 
-def cudnn_unroll(gates, h, weight, bias):  # (time, rows, 3 * hidden), (rows, hidden)
-    """cuDNN's GRU, but with a gradient of its recurrent weights that does not take most of the backward pass."""
-    states = [h.detach().unsqueeze(0)]
-    gates = RecurrentWeights.apply(gates, weight, bias, states)
-    identity = torch.eye(len(bias), device=h.device)  # as input weights, since the gates are given
-    weights = [identity, weight.detach(), torch.zeros_like(bias), bias.detach()]
-    flat = torch.cat([w.flatten() for w in weights])  # cuDNN wants contiguous weights
-    weights = [part.view_as(w) for part, w in zip(flat.split([w.numel() for w in weights]), weights)]
-    y, _ = torch.gru(gates, h.unsqueeze(0), weights, True, 1, 0.0, True, False, False)
-    states.append(y[:-1].detach())
-    return y
+def unroll(gates, h, weight, bias):
+    """The hidden states (steps, rows, units) of a GRU on CUDA, from what its inputs add to the gates.
+
+    gates (steps, rows, 3 * units): reset, update, new; h (rows, units), the recurrent weights (3 * units, units), bias
+    """
+    units = h.shape[1]
+    if units <= MOST_UNITS and units % 16 == 0 and importlib.util.find_spec("numba_cuda"):
+        return Unroll.apply(gates, h, weight, bias, torch.is_grad_enabled())
+    weights = [torch.eye(3 * units, device=h.device), weight, torch.zeros_like(bias), bias]
+    return torch.gru(gates, h.unsqueeze(0), weights, True, 1, 0.0, True, False, False)[0]

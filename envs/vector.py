@@ -512,17 +512,8 @@ def _compile_whole_once(run_one):
 
 
 @contextlib.contextmanager
-def _compiling(device_type, run_one):
-    if device_type == "cpu":
-        from numba.np import arrayobj
-
-        swaps = [(arrayobj, "fix_integer_index", _take_index_as_is), *_compile_whole_once(run_one)]
-    else:
-        from numba.cuda.cudadrv import nvvm
-        from numba.cuda.np import arrayobj
-
-        no_fused_multiply_add = functools.partial(nvvm.compile_ir, fma=False)  # CPU and CUDA must round alike
-        swaps = [(arrayobj, "fix_integer_index", _take_index_as_is), (nvvm, "compile_ir", no_fused_multiply_add)]
+def _in_place_of(*swaps):
+    """Within this context the modules' functions are replaced: (module, name, replacement)."""
     before = [(module, name, getattr(module, name)) for module, name, _ in swaps]
     for module, name, replacement in swaps:
         setattr(module, name, replacement)
@@ -531,6 +522,51 @@ def _compiling(device_type, run_one):
     finally:
         for module, name, original in before:
             setattr(module, name, original)
+
+
+def _compiling(device_type, run_one):
+    if device_type == "cpu":
+        from numba.np import arrayobj
+
+        return _in_place_of((arrayobj, "fix_integer_index", _take_index_as_is), *_compile_whole_once(run_one))
+    from numba.cuda.cudadrv import nvvm
+
+    no_fused_multiply_add = functools.partial(nvvm.compile_ir, fma=False)  # CPU and CUDA must round alike
+    return _in_place_of(_plain_indices(), (nvvm, "compile_ir", no_fused_multiply_add))
+
+
+def _plain_indices():
+    from numba.cuda.np import arrayobj
+
+    return arrayobj, "fix_integer_index", _take_index_as_is
+
+
+def _accept_small_grids():
+    """Small batches are few blocks: that is meant, and Numba need not say so at every start."""
+    warnings.filterwarnings("ignore", ".*Grid size .* will likely result in GPU under-utilization")
+
+
+class Kernel:
+    """A CUDA kernel of a plain function, kept between runs; its name has to have the fingerprint."""
+
+    def __init__(self, function, registers):
+        from numba import cuda
+
+        self._kernel, self._compiled = keep(cuda.jit(function, lto=False, max_registers=registers)), False
+        _accept_small_grids()
+
+    def __call__(self, blocks, threads, device, *arguments):
+        """Launches it on torch's current stream."""
+        with contextlib.nullcontext() if self._compiled else _in_place_of(_plain_indices()):
+            self._kernel[blocks, threads, cuda_stream(device)](*arguments)
+        self._compiled = True
+
+
+def cuda_stream(device):
+    """Torch's current stream, for kernels of Numba."""
+    from numba import cuda
+
+    return cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
 
 
 def view(tensor):
@@ -557,20 +593,15 @@ class Runner:
             run = _compile_cpu(run_one, threaded=matches >= SERIAL_BELOW)
             self._launch = lambda op: run(op, matches, rule, game)
         else:
-            from numba import cuda
-
             if staged:
                 kernel, threads = _staged_kernel(run_one, rule, game, lanes, staged)
             else:
                 kernel, threads = _compile_cuda(run_one, rule, lanes, PLAIN_BLOCK), PLAIN_BLOCK
             blocks = -(-matches // (threads // WARP * (WARP // lanes)))
-
-            # few matches are few blocks: that is meant, and Numba need not say so at every start
-            warnings.filterwarnings("ignore", ".*Grid size .* will likely result in GPU under-utilization")
+            _accept_small_grids()
 
             def launch(op):
-                stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
-                kernel[blocks, threads, stream](op, matches, game)
+                kernel[blocks, threads, cuda_stream(device)](op, matches, game)
 
             self._launch = launch
 

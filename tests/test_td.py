@@ -12,7 +12,6 @@ import iql
 import qmix
 from envs import runs
 from envs.episodes import EpisodeRunner
-from envs.gru import cudnn_unroll
 from envs.team import Team
 
 CPU = torch.device("cpu")
@@ -325,18 +324,6 @@ def test_layers_for_each_seat_equal_those_of_torch():
     obs, action, seat = torch.randn(5, 2, 1, 6), torch.randint(-1, ACTIONS, (5, 2, 1)), torch.zeros(2, 1).long()
     results = [agents(obs, action, agents.init_hidden(2, 1), seat) for agents in (own, shared)]
     torch.testing.assert_close(*results)
-
-
-def test_cudnn_unroll_has_the_gradients_of_a_gru():
-    """Of its inputs, of the first hidden state and of all weights; it is used on CUDA, but computes anywhere."""
-    gru, x, h = nn.GRU(5, 7), torch.randn(11, 3, 5, requires_grad=True), torch.randn(3, 7, requires_grad=True)
-    expected, weight = gru(x, h.unsqueeze(0))[0], torch.randn(11, 3, 7)
-    gates = nn.functional.linear(x, gru.weight_ih_l0, gru.bias_ih_l0)
-    found = cudnn_unroll(gates, h, gru.weight_hh_l0, gru.bias_hh_l0)
-    torch.testing.assert_close(found, expected)
-    leaves = (x, h, *gru.parameters())
-    for ours, theirs in zip(*(torch.autograd.grad((y * weight).sum(), leaves) for y in (found, expected))):
-        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("changed", ["obs", "action", "reward", "terminated"])
