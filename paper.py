@@ -10,6 +10,7 @@ a stag hunt the pool is scripted. report.md has the results beside the paper's.
 import contextlib
 import json
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,12 +201,19 @@ def metrics_of(rows):
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
 
 
+def rivals(method):
+    """Whom a method is compared with: IQL that learned in the same way, and itself without diverse team-mates."""
+    name, _, protocol = method.partition(", ")
+    base = "IQL" + (f", {protocol}" if protocol else "")
+    return [other for other in (base, name) if other != method]
+
+
 def make_report(args, command, plan, root, seconds):
     """All that the report says, as plain values."""
     battle = args.map.removeprefix("sc2/") if "pool_qmix" in plan.others else None
     measure, most = "win_rate" if battle else "return", max(count for _, _, count, _ in plan.evaluations)
     algorithm = {job.done(root).name: job.script.stem for runs in plan.others.values() for job in runs}
-    results, metrics = [], {}
+    results, metrics, tables = [], {}, {}
     for method, others, count, job in plan.evaluations:
         rows = [row for row in read_results(job, root)["rows"] if row["episodes"]]
         for group in dict.fromkeys(row["group"] for row in rows):
@@ -214,11 +222,21 @@ def make_report(args, command, plan, root, seconds):
             by_both = list(means_by(lambda row: (row["ego"], row["other"]), mine, measure).values())  # seed after seed
             complete = len(by_both) == len(by_seed) * len({row["other"] for row in mine})  # no row without a match
             crossed = complete and others == "unseen"  # seeds by strangers; the pool's policies are no sample
-            interval = crossed_interval(np.reshape(by_both if crossed else by_seed, (len(by_seed), -1)))
+            table = np.reshape(by_both if crossed else by_seed, (len(by_seed), -1))
+            tables[method, others, group, count] = table
+            interval = crossed_interval(table)
+            if battle:
+                interval = np.clip(interval, 0, 1).tolist()
+            ahead_of = {
+                name: [float((table - base).mean()), *crossed_interval(table - base)]
+                for name in rivals(method)
+                if (base := tables.get((name, others, group, count), np.empty(0))).shape == table.shape
+            }
             results.append({
                 "method": method, "others": others, "group": group, "count": count, "by_seed": by_seed,
                 "by_other": means_by(lambda row: algorithm.get(row["other"], row["other"]), mine, measure),
                 "matches": sum(row["episodes"] for row in mine), **summary([by_seed]), "mean_interval": interval,
+                "ahead_of": ahead_of,
                 "paper": PAPER.get((battle, group, count), {}).get(method) if others == "unseen" else None,
             })  # fmt: skip
             if (others, group, count) == ("unseen", "homologue", most):
@@ -241,6 +259,21 @@ def make_report(args, command, plan, root, seconds):
     }  # fmt: skip
 
 
+def differences(results, methods, number):
+    """Rows of how far methods are ahead of IQL, and of themselves without diverse team-mates."""
+    pairs = (("minus IQL", "{}", "IQL"), ("diverse, minus IQL, diverse", "{}, diverse", "IQL, diverse"),
+             ("diverse, minus not diverse", "{}, diverse", "{}"))  # fmt: skip
+    rows = []
+    for name in dict.fromkeys(map(condition, results)):
+        mine = {result["method"]: result["ahead_of"] for result in results if condition(result) == name}
+        for label, one, other in pairs:
+            gaps = [mine.get(one.format(m), {}).get(other.format(m)) for m in methods]
+            if any(gaps):
+                rows.append([name, label, *("{} ({} to {})".format(*map(number, gap)) if gap else "" for gap in gaps)])
+                name = ""
+    return rows
+
+
 def condition(result):
     return f"{result['count']} {result['group']}" + ("" if result["others"] == "unseen" else ", of the pool")
 
@@ -261,6 +294,8 @@ def text_of(report):
     results = report["results"]
     everyone, conditions = list(dict.fromkeys(r["method"] for r in results)), dict.fromkeys(map(condition, results))
     methods = [m for m in everyone if not m.endswith(", diverse")]
+    learners = [m for m in methods if m != POOL]
+    gaps = differences(results, learners, number)
     rows, kinds = [], []
     for name in conditions:
         mine = {result["method"]: result for result in results if condition(result) == name}
@@ -293,6 +328,9 @@ def text_of(report):
         f"that each have a policy of their own and err in 20% of steps. {matches:,} matches in all.",
         markdown(["others", "", *methods], rows),
         "![results](results.png)",
+        "## Differences",
+        "Between methods that played with the same others, with 95% intervals of the same kind.",
+        markdown(["others", "", *learners], gaps) if gaps else "There is nothing to compare with.",
         "## By who the others are",
         markdown(["others", "policy", *everyone], kinds),
         "## What the opponent models know",
@@ -319,7 +357,8 @@ def draw(report, path):
     results, scale = report["results"], 100 if report["measure"] == "win_rate" else 1
     conditions = list(dict.fromkeys(map(condition, results)))
     methods = list(dict.fromkeys(result["method"].partition(", ")[0] for result in results))
-    figure = Figure(figsize=(2.9 * len(conditions) + 1.5, 0.42 * len(methods) + 1.5), layout="constrained")
+    width = 2.9 * len(conditions) + 1.5
+    figure = Figure(figsize=(width, 0.42 * len(methods) + 1.5), layout="constrained")
     looks = {"": ("o", "#0072B2", 0.14), "diverse": ("s", "#D55E00", -0.14)}  # distinct without colours, too
     for axes, name in zip(figure.subplots(1, len(conditions), sharey=True, squeeze=False)[0], conditions):
         for result in (result for result in results if condition(result) == name):
@@ -341,7 +380,7 @@ def draw(report, path):
         axes.plot([], [], "kx", label="the paper")
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     note = "Homologue: all others of a match play by one policy. Non-homologue: each by one of its own."
-    figure.supxlabel(f"{note} 95% intervals {OVER}.", fontsize=8)
+    figure.supxlabel(textwrap.fill(f"{note} 95% intervals {OVER}.", int(15 * width)), fontsize=8)
     files.write(path, lambda file: figure.savefig(file, dpi=120))
 
 

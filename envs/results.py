@@ -242,8 +242,11 @@ def curves(groups, path):
 
     env_ids, labels = ([*dict.fromkeys(key[part] for key in groups)] for part in (1, 0))
     columns = min(len(env_ids), 3)
-    figure = Figure(figsize=(max(4.2 * columns, 5), 3 * -(-len(env_ids) // columns) + 0.8), layout="constrained")
-    panels = figure.subplots(-(-len(env_ids) // columns), columns, squeeze=False).flatten()
+    rows, width = -(-len(env_ids) // columns), max(4.2 * columns, 5 if len(labels) < 5 else 8)
+    in_a_row = max(int(width / (0.6 + 0.08 * max(map(len, labels), default=0))), 1)  # names in the legend
+    height = 3 * rows + 0.4 + 0.2 * -(-len(labels) // in_a_row)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
     colours, lines = (COLOURS * len(labels))[: len(labels)], {}
     for axes, env_id in zip(panels, env_ids):
         metric = metric_of([env_id], [e for (_, env), runs in groups.items() if env == env_id for e in evals_of(runs)])
@@ -254,6 +257,8 @@ def curves(groups, path):
             steps = np.linspace(max(e[0]["steps"] for e in seeds), min(e[-1]["steps"] for e in seeds), 100)
             values = [np.interp(steps, [e["steps"] for e in run], [e[metric] for e in run]) for run in seeds]
             band = np.transpose([mean_interval([column]) for column in np.transpose(values)])
+            if metric == "win_rate":
+                band = band.clip(0, 1)
             (lines[label],) = axes.plot(steps, np.mean(values, 0), color=colour)
             axes.fill_between(steps, *band, color=colour, alpha=0.2, linewidth=0)
         words = "share of matches won" if metric == "win_rate" else "return of a match"
@@ -263,7 +268,8 @@ def curves(groups, path):
     for axes in panels[len(env_ids) :]:
         axes.axis("off")
     if lines:
-        figure.legend(lines.values(), lines, loc="outside upper center", ncols=min(len(lines), 5), frameon=False)
+        names = min(len(lines), in_a_row)
+        figure.legend(lines.values(), lines, loc="outside upper center", ncols=names, frameon=False)
     files.write(path, lambda file: figure.savefig(file, dpi=120))
 
 

@@ -912,7 +912,8 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, ca
     assert {"report.json", "report.md", "results.png", "curves.png", "seconds.json"} <= moved
     text, measure = (tmp_path / "all" / "report.md").read_text(), "return" if mates == 3 else "win_rate"
     assert text in capsys.readouterr().out and f"python paper.py --map {env_id} --seeds 2 " in text
-    ours, checked = read_table(text, "others", 2), 0
+    ours, checked, tables = read_table(text, "others", 2), 0, {}
+    gaps = read_table(text[text.index("## Differences") :], "others", 2)
     for method, others, count, job in plan.evaluations:
         rows = json.loads((tmp_path / "all" / job.name / "results.json").read_text())["rows"]
         for group in ("homologue", "non-homologue"):
@@ -932,15 +933,26 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, ca
                 assert ends == pytest.approx(over_seeds)
             if others == "seen":  # the pool's policies are no sample
                 ends = over_seeds
+            ends = np.clip(ends, 0, 1) if scale == 100 else ends
             expected = [form.format(scale * value) for value in (sum(shares) / 2, *ends)]
             base, diverse, _ = method.partition(", diverse")
-            cell = ours[f"{count} {group}{', of the pool' * (others == 'seen')} ours{diverse}"][base]
+            name, table = f"{count} {group}{', of the pool' * (others == 'seen')}", np.array(table)
+            by_seed = np.array([[won[ego] / played[ego]] for ego in won])
+            tables[method, name] = by_seed if others == "seen" else table
+            for other, label in ((f"IQL{diverse}", f"{diverse[2:]}{', ' * bool(diverse)}minus IQL{diverse}"),
+                                 (base, "diverse, minus not diverse")):  # fmt: skip
+                if (other, name) in tables and other != method and method != paper.POOL:
+                    gap = tables[method, name] - tables[other, name]
+                    words = [form.format(scale * value) for value in (gap.mean(), *results.crossed_interval(gap))]
+                    assert gaps[f"{name} {label}"][base] == "{} ({} to {})".format(*words)
+            cell = ours[f"{name} ours{diverse}"][base]
             assert cell == "{} ({} to {})".format(*expected)
             checked += 1
         if (others, count) == ("unseen", mates):
             hits = [row["hit_ratio"] for row in rows if row["other"] == "all"]
             assert read_table(text, "metric", 1)["hit_ratio"][method] == f"{np.mean(hits):.3f}"
     assert checked == 2 * len(plan.evaluations)
+    assert sum(cell != "" for row in gaps.values() for cell in row.values()) >= 2 * 13
     if env_id == "8m":
         assert ours["7 non-homologue paper"]["OMG optimistic"] == "70.5"
         assert ours["6 homologue paper"]["LIAM"] == "79.7"
