@@ -161,7 +161,7 @@ class Network(nn.Module):
         self.trunk = nn.Sequential(*layers[:-1])  # as in HOP, no ReLU behind the last convolution
         self.fc = nn.Linear(inputs, args.hidden_dim)
         self.time = nn.Linear(1, args.hidden_dim, bias=False)
-        self.goal = nn.Linear(goals, args.hidden_dim, bias=False) if goals > 1 else None
+        self.goal = nn.Linear(goals, args.hidden_dim, bias=False) if goals else None
         self.head = nn.Linear(args.hidden_dim, outputs)
         for module in self.modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
@@ -461,7 +461,7 @@ class Learner:
         self.goals = len(env.goals) + 1 if args.goals else 1  # the last is to have none
         self.half = args.half and env.device.type == "cuda"
         self.agents = Network(args, env, env.n_actions + 1, len(env.goals))  # logits, a value in units of return_scale
-        self.model = Network(args, env, env.n_actions, self.goals)
+        self.model = Network(args, env, env.n_actions, self.goals if args.goals else 0)
         self.parameters = [*self.agents.parameters(), *self.model.parameters()]
         # fused, so that an update that is not finite can be skipped without waiting for the device
         self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, fused=True, capturable=args.cuda)

@@ -445,9 +445,11 @@ class Learner:
         self.side_stream.join()  # the Q-network needs no more
         action_code, obs_code, future_code, return_code = inferred[:-1].chunk(len(EXPERTS), -1)
         seat, action, mask = self.others(batch, steps_left)
-        other_obs = batch["all_obs"][:-1].unsqueeze(2).expand(-1, -1, seat.shape[2], -1, -1)
+        playing = batch["all_alive"][:-1] & (steps_left[:-1] > 0).unsqueeze(-1)
+        other_obs = torch.where(playing.unsqueeze(-1), batch["all_obs"][:-1], 0.0)
+        other_obs = other_obs.unsqueeze(2).expand(-1, -1, seat.shape[2], -1, -1)
         other_obs = other_obs.gather(3, seat.unsqueeze(-1).expand(-1, -1, -1, -1, other_obs.shape[-1]))
-        other_obs = torch.where(mask.unsqueeze(-1), other_obs, 0.0).flatten(-2)  # (steps, matches, seats, features)
+        other_obs = other_obs.flatten(-2)  # (steps, matches, seats, features)
         logits = self.model.action_head(action_code).unflatten(-1, (-1, len(self.model.actions)))
         action_loss = masked_mean(mask, -gather_q(F.log_softmax(logits, -1), action))
         predicted = self.model.obs_head(obs_code).unflatten(-1, (mask.shape[-1], -1))

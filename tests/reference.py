@@ -311,7 +311,7 @@ def mix_terms(learner, data, m, place, length, terms):
     others = seat_order(env, seat)[1:]
 
     def seen(t):
-        there = alive[t] * data["all_alive"][t, m]
+        there = data["all_alive"][t, m]
         return np.concatenate(
             [data["all_obs"][t, m, other] if there[other] else np.zeros(env.obs_dim) for other in others]
         )

@@ -212,6 +212,16 @@ def test_with_a_perfect_model_the_search_goes_for_what_can_be_had(others, move, 
     assert policy.max() == 1 and policy.argmax() == q.argmax()  # at an infinite temperature the best Q has it all
 
 
+@pytest.mark.parametrize("names", [(), ("stag",), ("stag", "hare")])
+def test_networks_know_the_goals_that_there_are(names, monkeypatch):
+    """Of oneself any in the list, of the others also that they have none; without goals there is nothing to know."""
+    env = envs.make("stag_hunt_4x4")
+    monkeypatch.setattr(type(env), "goals", names)
+    learner = hop.Learner(make_args(goals=bool(names)), env)
+    widths = [network.goal and network.goal.in_features for network in (learner.agents, learner.model)]
+    assert widths == [len(names) or None, len(names) + 1 if names else None]
+
+
 def test_without_simulations_the_policy_is_the_prior():
     env = envs.make("stag_hunt_4x4", 3)
     env.reset()
