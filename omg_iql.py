@@ -106,7 +106,7 @@ import envs  # noqa: E402
 import pretrain_cvae  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, gather, round_up  # noqa: E402
-from envs.gru import unroll  # noqa: E402
+from envs.gru import has_kernels, unroll  # noqa: E402
 from envs.metrics import code_metrics, last_alive_row, masked_mean, place_metrics, probes, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
@@ -165,7 +165,7 @@ class SharedGRU(nn.GRU):
         h = h.flatten(0, 1)
         if len(x) == 1:
             y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
-        elif x.is_cuda:
+        elif x.is_cuda and has_kernels(self.hidden_size):
             gates = F.linear(rows, self.weight_ih_l0, self.bias_ih_l0)
             y = unroll(gates, h, self.weight_hh_l0, self.bias_hh_l0)
         else:

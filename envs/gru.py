@@ -185,13 +185,14 @@ class Unroll(torch.autograd.Function):
         return d_gates, d_h, d_recurrent.T @ before.flatten(0, 1), d_recurrent.sum(0), None
 
 
+def has_kernels(units):
+    """Whether `unroll` is for layers of that many units; others are cuDNN's."""
+    return units <= MOST_UNITS and units % 16 == 0 and importlib.util.find_spec("numba_cuda") is not None
+
+
 def unroll(gates, h, weight, bias):
     """The hidden states (steps, rows, units) of a GRU on CUDA, from what its inputs add to the gates.
 
     gates (steps, rows, 3 * units): reset, update, new; h (rows, units), the recurrent weights (3 * units, units), bias
     """
-    units = h.shape[1]
-    if units <= MOST_UNITS and units % 16 == 0 and importlib.util.find_spec("numba_cuda"):
-        return Unroll.apply(gates, h, weight, bias, torch.is_grad_enabled())
-    weights = [torch.eye(3 * units, device=h.device), weight, torch.zeros_like(bias), bias]
-    return torch.gru(gates, h.unsqueeze(0), weights, True, 1, 0.0, True, False, False)[0]
+    return Unroll.apply(gates, h, weight, bias, torch.is_grad_enabled())
