@@ -583,6 +583,20 @@ def view(tensor):
 Staged = namedtuple("Staged", "run_one world_of real whole line")
 
 
+@functools.cache
+def _start_threads():
+    """Starts Numba's threads, no more than OMP_NUM_THREADS unless NUMBA_NUM_THREADS says so: idle ones keep cores busy.
+
+    Torch keeps the number that it has. Both use OpenMP, whose number Numba sets to its own.
+    """
+    threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in os.environ and "NUMBA_NUM_THREADS" not in os.environ:
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    else:
+        numba.get_num_threads()
+    torch.set_num_threads(threads)
+
+
 class Runner:
     """Runs a program over a batch: `runner(op)`. On CUDA it launches on torch's current stream."""
 
@@ -590,7 +604,10 @@ class Runner:
         matches = game.match.shape[0]
         self._compiled, self._device, self._program = False, device, run_one
         if device.type == "cpu":
-            run = _compile_cpu(run_one, threaded=matches >= SERIAL_BELOW)
+            threaded = matches >= SERIAL_BELOW
+            if threaded:
+                _start_threads()
+            run = _compile_cpu(run_one, threaded=threaded)
             self._launch = lambda op: run(op, matches, rule, game)
         else:
             if staged:

@@ -8,6 +8,7 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of the processes that share the tests, each of which has a core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("NUMBA_NUM_THREADS", str(numba.config.NUMBA_NUM_THREADS))  # for tests of several threads
 
 import torch
 

@@ -456,6 +456,23 @@ def test_number_of_threads_changes_nothing(threads):
     assert same(*histories)
 
 
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="numba has one thread here")
+@pytest.mark.parametrize(
+    ("variables", "of_torch", "of_numba"),
+    [({}, 3, None), ({"OMP_NUM_THREADS": "1"}, 1, 1), ({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}, 1, 2)],
+)
+def test_environments_use_the_threads_they_may_and_leave_torch_its_own(variables, of_torch, of_numba):
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")} | variables
+    environment["PYTHONPATH"] = str(Path(envs.__file__).parents[1])
+    code = "import numba, torch, envs; {}; env = envs.make('matrix_ipd', 64); env.reset(); {}".format(
+        "pass" if variables else "torch.set_num_threads(3)",
+        "print(torch.get_num_threads(), numba.get_num_threads())",
+    )
+    found = subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300, capture_output=True)
+    torch_threads, numba_threads = map(int, found.stdout.split())
+    assert torch_threads == of_torch and numba_threads == (of_numba or numba_threads)
+
+
 def test_matches_of_a_batch_differ():
     env = envs.make("3m", num_envs=200)
     env.reset()
