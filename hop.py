@@ -54,9 +54,10 @@ class Args:
     final_eval_episodes: int = 128  # episodes of the last evaluation
     log_interval: float = 1.0  # seconds between lines of the log
 
-    sims: int = 200  # simulations of a tree for a decision; 0: the network's policy without a search
+    sims: int | None = None  # simulations of a tree (default: 200 on the GPU, 50 on the CPU); 0: the network's policy
     trees: int = 5  # trees of a decision, each with goals of the others drawn from the belief
     train_sims: int | None = None  # simulations of a tree in training matches (default: a quarter of sims)
+    rollout_steps: int = 8  # steps of a rollout from a new node before the network's value; 0 in training matches
     depth: int = 12  # levels of a tree at most
     c_puct: float | None = None  # weight of the prior in the search (default: 1, snowdrift 15)
     node_value: bool = True  # whether Q of an action starts at the value of its node, or (--no-node-value) at 0
@@ -105,20 +106,20 @@ def check_args(args):
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit encounter trees "
         "depth planners batch_size update_epochs hidden_dim learning_rate max_grad_norm channels gamma",
         fractions="gamma belief_decay commit teammate_epsilon checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval sims train_sims c_puct q_temperature value_coef",
+        non_negative="seed checkpoint_interval log_interval sims train_sims rollout_steps c_puct q_temperature "
+        "value_coef",
     )
     runs.resolve_device(args)
     if not envs.is_simulated(args.env_id):
         raise runs.UsageError(f"--env-id {args.env_id}: this script looks ahead in copies of simulated matches")
     if args.belief_decay == 1:
         raise runs.UsageError("--belief-decay is below 1, not 1.0: else counts have no end")
-    sizes = {"num_envs": 32, "total_timesteps": 20_000, "planners": 128, "batch_size": 256, "hidden_dim": 128}
-    if args.cuda:
-        sizes = {"num_envs": 256, "total_timesteps": 400_000, "planners": 1024, "batch_size": 1024, "hidden_dim": 512}
+    names = ("num_envs", "total_timesteps", "sims", "planners", "batch_size", "hidden_dim")
+    values = (256, 400_000, 200, 1024, 1024, 512) if args.cuda else (32, 20_000, 50, 128, 256, 128)
+    runs.fill_in(args, dict(zip(names, values)))
     snowdrift = args.env_id.startswith("snowdrift")
     names, values = ("c_puct", "belief_decay", "q_temperature"), (15.0, 0.98, 2.0) if snowdrift else (1.0, 0.995, 10.0)
-    sizes |= dict(zip(names, values)) | {"train_sims": -(-args.sims // 4)}
-    runs.fill_in(args, sizes)
+    runs.fill_in(args, dict(zip(names, values)) | {"train_sims": -(-args.sims // 4)})
     runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 5, 1)})
 
 
@@ -213,8 +214,9 @@ class Search:
     gets one node, number `count`, in the same kernels. The last node is a place for what is to be forgotten.
     """
 
-    def __init__(self, args, env, agents, model, planners, sims):
-        self.args, self.agents, self.model, self.sims, self.trees = args, agents, model, sims, args.trees
+    def __init__(self, args, env, agents, model, planners, sims, rollout_steps=0):
+        self.args, self.agents, self.model, self.trees = args, agents, model, args.trees
+        self.sims, self.rollout_steps = sims, rollout_steps
         count, nodes, device = planners * args.trees, sims + 2, env.device
         self.env = env.fork(count)  # where simulations take place
         self.states = {name: x.new_zeros((nodes, *x.shape)) for name, x in self.env.match_state().items()}
@@ -273,24 +275,54 @@ class Search:
             policy = F.softmax(self.args.q_temperature * q, -1)
         return policy / policy.sum(-1, keepdim=True), q
 
-    def add_node(self, level, earned, over):
-        """Writes the matches as they are now to node `count` of all trees; the arguments are (1, trees)."""
+    def predict(self):
+        """Of the matches as they are now: log-prior and availability of one's actions, the value, and the others'
+        log-probabilities (trees, others, actions).
+        """
         env, rows = self.env, self.tree.unsqueeze(1) * self.env.n_agents
         obs, avail, time = env.obs.flatten(0, 1), env.info["avail"].flatten(0, 1), env.steps / env.match_limit
         own, others = (rows + self.seat).flatten(), (rows + self.others).flatten()
         output, own_avail = self.agents(obs[own], time, self.own_goal.flatten()), avail[own]
-        prior = log_softmax(output[:, :-1], own_avail).exp().masked_fill(~own_avail, -1.0)
-        output_scale = torch.where(over, 0.0, env.return_scale)
         others_time = time.unsqueeze(1).expand_as(self.others).flatten()
         logits = self.model(obs[others], others_time, self.goal.flatten())
         log_probs = log_softmax(logits, avail[others]).unflatten(0, self.others.shape)
-        values = {"prior": prior, "value": output[:, -1] * output_scale, "others_log_probs": log_probs}
+        return log_softmax(output[:, :-1], own_avail), own_avail, output[:, -1] * env.return_scale, log_probs
+
+    def add_node(self, level, earned, over):
+        """Writes the matches as they are now to node `count` of all trees; the arguments are (1, trees)."""
+        log_prior, avail, value, log_probs = self.predict()
+        prior = log_prior.exp().masked_fill(~avail, -1.0)
+        for name, new in self.env.match_state().items():
+            self.put(self.states[name], new)
+        value = self.rollout(log_prior, value, log_probs, ~over)
+        values = {"prior": prior, "value": value, "others_log_probs": log_probs}
         values |= {"level": level, "earned": earned, "over": over}
         for name, new in values.items():
             self.put(getattr(self, name), new)
-        for name, new in env.match_state().items():
-            self.put(self.states[name], new)
         return prior
+
+    def rollout(self, log_prior, value, log_probs, running):
+        """Values (1, trees) by some steps in which all act as the networks say, and the network's value after them."""
+        earned = torch.zeros_like(running, dtype=value.dtype)
+        for step in range(self.rollout_steps):
+            action = (log_prior + gumbel(log_prior)).argmax(-1, keepdim=True)
+            reward, over = self.step(action, log_probs)
+            earned += torch.where(running, self.args.gamma**step * reward, 0.0)
+            running = running & ~over
+            log_prior, _, value, log_probs = self.predict()
+        return earned + torch.where(running, self.args.gamma**self.rollout_steps * value, 0.0)
+
+    def step(self, action, log_probs):
+        """A step with one's actions (trees, 1) and others drawn; the reward, and whether it is over, (1, trees)."""
+        env = self.env
+        env.actions.scatter_(1, self.seat, action)
+        env.actions.scatter_(1, self.others, (log_probs + gumbel(log_probs)).argmax(-1))
+        _, reward, terminated, truncated, info = env.step(env.actions)
+        ended, left, reward = terminated | truncated, ~info["alive"].gather(1, self.seat), reward.gather(1, self.seat)
+        if env.goals:
+            reached = env.goal_reached(action, left, ended.unsqueeze(1))
+            reward = counted_reward(env, reward, reached, self.own_goal)
+        return reward.T, left.T | ended
 
     def put(self, array, values):
         """array[count] = values"""
@@ -310,16 +342,8 @@ class Search:
         # step
         row = (leaf * len(self.tree) + self.tree).flatten()
         env.load(self.flat_states, row, look=False)
-        log_probs = self.others_log_probs.flatten(0, 1)[row]  # (trees, others, actions)
-        env.actions.scatter_(1, self.seat, action.T)
-        env.actions.scatter_(1, self.others, (log_probs + gumbel(log_probs)).argmax(-1))
-        _, reward, terminated, truncated, info = env.step(env.actions)
-        ended, left, reward = terminated | truncated, ~info["alive"].gather(1, self.seat), reward.gather(1, self.seat)
-        if env.goals:
-            reached = env.goal_reached(action.T, left, ended.unsqueeze(1))
-            reward = counted_reward(env, reward, reached, self.own_goal)
-        over = left.T | ended
-        earned = earned + args.gamma**level * reward.T
+        reward, over = self.step(action.T, self.others_log_probs.flatten(0, 1)[row])
+        earned = earned + args.gamma**level * reward
         self.add_node(level + 1, earned, over)
         # back up: what each edge on the path was followed by
         end = torch.where(expands, self.count, leaf)
@@ -354,7 +378,9 @@ class Player:
 
     def __init__(self, learner, env, seats, explore=False):
         self.learner, self.env, self.explore, self.args = learner, env, explore, learner.args
-        self.sims = self.args.train_sims if explore else self.args.sims
+        self.sims, self.rollout_steps = self.args.sims, self.args.rollout_steps
+        if explore:
+            self.sims, self.rollout_steps = self.args.train_sims, 0
         self.searches = {}  # by the number of decisions
         self.fast = [copy.deepcopy(network) for network in learner.networks().values()] if learner.half else None
         for network in self.fast or ():
@@ -429,7 +455,7 @@ class Player:
         for chosen in decisions.split(self.args.planners) if len(decisions) else ():
             size = min(max(1 << (len(chosen) - 1).bit_length(), 8), self.args.planners)
             if size not in self.searches:
-                self.searches[size] = Search(self.args, env, agents, model, size, self.sims)
+                self.searches[size] = Search(self.args, env, agents, model, size, self.sims, self.rollout_steps)
             rows = F.pad(chosen, (0, size - len(chosen)), value=0)
             place, seat = rows // plays.shape[1], inputs.seat.flatten()[rows]
             own_goal, belief = self.outputs["own_goal"].flatten()[rows], self.log_belief[place]

@@ -52,7 +52,7 @@ class Args:
     options: str = ""  # further options of hop.py, in quotes
     episodes: int = 64  # encounters with each kind of co-players
     encounter: int = 10  # matches of an encounter
-    run_root: Path = Path("runs/hop_table")  # the folder of the runs; complete ones that are there are used again
+    run_root: Path = Path("runs/hop_table")  # the folder of the runs; complete ones of the same commands are used again
     speed: bool = False  # only measure how many decisions a second are searched
     planners: int = 1024  # decisions searched at a time, with --speed
 
@@ -86,6 +86,12 @@ def speed(args):
     )
 
 
+def complete_run(args, exp_name, command):
+    """The folder of the newest run of that name if this command made it, else None."""
+    made_by, found = args.run_root / f"{exp_name}.json", sorted(args.run_root.glob(f"*__{exp_name}__*/results.json"))
+    return found[-1].parent if found and made_by.exists() and json.loads(made_by.read_text()) == command else None
+
+
 def run_all(args, jobs):
     """Runs scripts, some at a time; returns the run folders by name.
 
@@ -100,26 +106,26 @@ def run_all(args, jobs):
                 if other is not None:
                     options = (*options, "--team", "3other1learner", "--pool", str(folders.get(other, other)))
                 exp_name = name.replace(" ", "_")
-                pattern = f"*__{exp_name}__*/results.json"
-                found = sorted(args.run_root.glob(pattern))
-                if found:
-                    folders[name] = found[-1].parent
-                    continue
                 command = [sys.executable, str(ROOT / f"{script}.py"), "--exp-name", exp_name]
                 command += ["--run-root", str(args.run_root), *options, *["--cuda"] * args.cuda]
+                found = complete_run(args, exp_name, command)
+                if found:
+                    folders[name] = found
+                    continue
                 print(" ".join(command[1:]), flush=True)
                 log = open(args.run_root / f"{exp_name}.log", "w")  # noqa: SIM115 (closed with the process)
-                running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), pattern
-            for name, (process, pattern) in list(running.items()):
+                running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), exp_name, command
+            for name, (process, exp_name, command) in list(running.items()):
                 if process.poll() is None:
                     continue
                 del running[name]
                 if process.returncode:
-                    raise SystemExit(f"{name} failed: {args.run_root / name.replace(' ', '_')}.log")
-                folders[name] = sorted(args.run_root.glob(pattern))[-1].parent
+                    raise SystemExit(f"{name} failed: {args.run_root / exp_name}.log")
+                (args.run_root / f"{exp_name}.json").write_text(json.dumps(command))
+                folders[name] = complete_run(args, exp_name, command)
             time.sleep(0.2)
     finally:
-        for process, _ in running.values():
+        for process, *_ in running.values():
             process.terminate()
     return folders
 
@@ -195,7 +201,7 @@ def main(args):
             for name, (low, high) in bounds.items():
                 tested = [folders[run.format(ego=ego, name=name)] for ego in mine]
                 earned.append(sum(found[str(folder), columns[name]] for folder in tested) / len(tested))
-                scores.append((earned[-1] - low) / (high - low))
+                scores.append((earned[-1] - low) / (high - low) if high > low else float("nan"))
             print(f"| {label}, return | " + " | ".join(f"{value:.2f}" for value in earned) + " |")
             print(f"| {label} | " + " | ".join(f"{value:.2f}" for value in scores) + " |")
         print(f"| {method}, published | " + " | ".join(f"{PUBLISHED[method][name]:.2f}" for name in columns) + " |")

@@ -48,7 +48,7 @@ LARGEST = {
     **dict.fromkeys(("joint_dim", "critic_dim"), 2**13),
     "joint_layers": 2**4,
     **dict.fromkeys(("num_steps", "update_epochs"), 2**13),  # a run is stopped after them, not before
-    **dict.fromkeys(("sims", "train_sims", "trees", "train_trees", "depth"), 2**13),
+    **dict.fromkeys(("sims", "train_sims", "rollout_steps", "trees", "depth"), 2**13),
     **dict.fromkeys(("num_envs", "batch_size"), 2**22),
 }
 PRETRAIN_TIMESTEPS = (100_000, 2_000_000)  # by default, on the CPU and on the GPU

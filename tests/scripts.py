@@ -55,6 +55,7 @@ QUICK_PLANNER |= {
     "sims": 6,
     "trees": 2,
     "train_sims": 4,
+    "rollout_steps": 2,
     "depth": 4,
     "channels": (4,),
 }

@@ -100,7 +100,7 @@ def paid(env, own_goal, action, left, ended):
 def plain_tree(env, seat, own_goal, goal, agents, model, args):
     """(total, visits, Q) of the root's actions after a search by plain loops in a batch of one match."""
 
-    def node(level, earned, over):
+    def predicted():
         obs, time = env.obs[0], env.steps / env.match_limit
         output = agents(obs[seat].unsqueeze(0), time, torch.tensor([own_goal]))[0]
         avail = env.info["avail"][0, seat].clone()
@@ -110,10 +110,28 @@ def plain_tree(env, seat, own_goal, goal, agents, model, args):
             other = (seat + k) % env.n_agents
             logits = model(obs[other].unsqueeze(0), time, goal[k - 1].unsqueeze(0))[0]
             joint[other] = logits.masked_fill(~env.info["avail"][0, other], -torch.inf).argmax()
-        value = 0.0 if over else output[-1] * env.return_scale
+        return prior, avail, joint, output[-1] * env.return_scale
+
+    def step(action, joint):
+        joint = joint.clone()
+        joint[seat] = action
+        _, reward, terminated, truncated, info = env.step(joint.unsqueeze(0))
+        ended, left = bool(terminated[0] | truncated[0]), not info["alive"][0, seat]
+        earned = reward[0, seat].clone() if own_goal < 0 else paid(env, own_goal, action, left, ended)
+        return earned, left or ended
+
+    def node(level, earned, over):
+        prior, avail, joint, value = predicted()
+        state, likely, others, played, discount, ended = env.snapshot(), prior, joint, 0.0, 1.0, over
+        for _ in range(args.rollout_steps):
+            if not ended:
+                reward, ended = step(int(likely.argmax()), others)
+                played, discount = played + discount * reward, discount * args.gamma
+                likely, _, others, value = predicted()
         return SimpleNamespace(
-            state=env.snapshot(), prior=prior, avail=avail, joint=joint, value=value, level=level, over=over,
-            total=torch.zeros(env.n_actions), visits=torch.zeros(env.n_actions), child={}, reward=earned,
+            state=state, prior=prior, avail=avail, joint=joint, level=level, over=over, reward=earned, child={},
+            value=played + (0.0 if ended else discount * value),
+            total=torch.zeros(env.n_actions), visits=torch.zeros(env.n_actions),
         )  # fmt: skip
 
     root = node(0, 0.0, False)
@@ -129,14 +147,8 @@ def plain_tree(env, seat, own_goal, goal, agents, model, args):
                 here = here.child[action]
                 continue
             env.restore(here.state)
-            joint = here.joint.clone()
-            joint[seat] = action
-            _, reward, terminated, truncated, info = env.step(joint.unsqueeze(0))
-            ended, left = bool(terminated[0] | truncated[0]), not info["alive"][0, seat]
-            earned = reward[0, seat].clone()
-            if own_goal >= 0:
-                earned = paid(env, own_goal, action, left, ended)
-            here.child[action] = here = node(here.level + 1, earned, left or ended)
+            earned, over = step(action, here.joint)
+            here.child[action] = here = node(here.level + 1, earned, over)
             break
         value = here.value
         for parent, action in reversed(path):
@@ -147,17 +159,17 @@ def plain_tree(env, seat, own_goal, goal, agents, model, args):
 
 
 @pytest.mark.parametrize(
-    ("env_id", "depth", "node_value"),
-    [("stag_hunt_4x4", 12, True), ("stag_hunt_4x4", 12, False), ("snowdrift_4x4", 3, True)],
+    ("env_id", "depth", "node_value", "rollout_steps"),
+    [("stag_hunt_4x4", 12, True, 0), ("stag_hunt_4x4", 12, False, 3), ("snowdrift_4x4", 3, True, 5)],
 )
-def test_trees_are_those_of_plain_loops(env_id, depth, node_value, no_noise):
-    args = make_args(env_id=env_id, sims=60, trees=2, depth=depth, node_value=node_value)
+def test_trees_are_those_of_plain_loops(env_id, depth, node_value, rollout_steps, no_noise):
+    args = make_args(env_id=env_id, sims=60, trees=2, depth=depth, node_value=node_value, rollout_steps=rollout_steps)
     env = envs.make(env_id, 3, seed=5)
     env.reset()
     for _ in range(4):
         env.step(env.scripted_actions("RAND"))
     agents, model = Guess(env, env.n_actions + 1, 2), Guess(env, env.n_actions, len(env.goals), seed=1)
-    search = hop.Search(args, env, agents, model, 4, 60)
+    search = hop.Search(args, env, agents, model, 4, 60, rollout_steps)
     match, seat, own_goal = torch.tensor([0, 0, 1, 1]), torch.tensor([3, 0, 3, 2]), torch.tensor([-1, 0, 1, -1])
     belief = torch.rand(4, env.n_agents, len(env.goals)).log()
     policy, q = search.plan(env, match, seat, own_goal, belief)
@@ -197,8 +209,9 @@ class Script:
         return 50.0 * torch.nn.functional.one_hot(action, env.n_actions).float()
 
 
-def know_nothing(obs, time, goal):
-    return obs.new_zeros(len(obs), 8)
+def constant(value):
+    """A network whose outputs are all the same."""
+    return lambda obs, time, goal: obs.new_full((len(obs), 8), value)
 
 
 @pytest.mark.parametrize(("others", "move"), [("NH", "left"), ("NS", "right")])
@@ -206,10 +219,27 @@ def test_with_a_perfect_model_the_search_goes_for_what_can_be_had(others, move, 
     """Nobody comes to the stag with hare hunters: the hare, two steps away. With stag hunters the stag is worth it."""
     env, model = hunt(1), Script(others)
     args = make_args(sims=400, trees=3, depth=12, c_puct=5.0, q_temperature=1e6)
-    model.search = search = hop.Search(args, env, know_nothing, model, 1, 400)
+    model.search = search = hop.Search(args, env, constant(0.0), model, 1, 400)
     policy, q = search.plan(env, torch.tensor([0]), torch.tensor([0]), torch.tensor([-1]), torch.zeros(1, 4, 2))
     assert policy.argmax() == envs.stag_hunt.ACTIONS.index(move)
     assert policy.max() == 1 and policy.argmax() == q.argmax()  # at an infinite temperature the best Q has it all
+
+
+def test_rollouts_to_the_end_need_no_values():
+    """They find what the others do to the end, however wrong the network's value is; training matches have none."""
+    found = {}
+    for steps in (0, 35):
+        for value in (0.0, 1.0):
+            torch.manual_seed(0)
+            env, model = hunt(1), Script("NH")
+            search = hop.Search(make_args(), env, constant(value), model, 1, 20, steps)
+            model.search = search
+            found[steps, value] = search.plan(env, *torch.tensor([[0], [0], [-1]]), torch.zeros(1, 4, 2))[1]
+    assert found[0, 0.0].nan_to_num(neginf=0).eq(0).all() and found[0, 1.0].max() > 1
+    assert torch.equal(found[35, 0.0], found[35, 1.0]) and 0 < found[35, 0.0].max() <= 1
+    learner, seats = hop.Learner(make_args(sims=8, train_sims=3, rollout_steps=2), env), torch.zeros(1, 1).long()
+    players = [hop.Player(learner, env, seats, explore) for explore in (False, True)]
+    assert [(player.sims, player.rollout_steps) for player in players] == [(8, 2), (3, 0)]
 
 
 @pytest.mark.parametrize("names", [(), ("stag",), ("stag", "hare")])
