@@ -215,8 +215,8 @@ class Search:
     """
 
     def __init__(self, args, env, agents, model, planners, sims, rollout_steps=0):
-        self.args, self.agents, self.model, self.trees = args, agents, model, args.trees
-        self.sims, self.rollout_steps = sims, rollout_steps
+        self.args, self.agents, self.model = args, agents, model
+        self.trees, self.sims, self.rollout_steps = args.trees, sims, rollout_steps
         count, nodes, device = planners * args.trees, sims + 2, env.device
         self.env = env.fork(count)  # where simulations take place
         self.states = {name: x.new_zeros((nodes, *x.shape)) for name, x in self.env.match_state().items()}
@@ -276,9 +276,7 @@ class Search:
         return policy / policy.sum(-1, keepdim=True), q
 
     def predict(self):
-        """Of the matches as they are now: log-prior and availability of one's actions, the value, and the others'
-        log-probabilities (trees, others, actions).
-        """
+        """Of the matches as they are: log-prior and availability of one's actions, value, others' log-probabilities."""
         env, rows = self.env, self.tree.unsqueeze(1) * self.env.n_agents
         obs, avail, time = env.obs.flatten(0, 1), env.info["avail"].flatten(0, 1), env.steps / env.match_limit
         own, others = (rows + self.seat).flatten(), (rows + self.others).flatten()
@@ -295,10 +293,9 @@ class Search:
         for name, new in self.env.match_state().items():
             self.put(self.states[name], new)
         value = self.rollout(log_prior, value, log_probs, ~over)
-        values = {"prior": prior, "value": value, "others_log_probs": log_probs}
-        values |= {"level": level, "earned": earned, "over": over}
-        for name, new in values.items():
-            self.put(getattr(self, name), new)
+        arrays = self.prior, self.value, self.others_log_probs, self.level, self.earned, self.over
+        for array, new in zip(arrays, (prior, value, log_probs, level, earned, over)):
+            self.put(array, new)
         return prior
 
     def rollout(self, log_prior, value, log_probs, running):
@@ -378,9 +375,8 @@ class Player:
 
     def __init__(self, learner, env, seats, explore=False):
         self.learner, self.env, self.explore, self.args = learner, env, explore, learner.args
-        self.sims, self.rollout_steps = self.args.sims, self.args.rollout_steps
-        if explore:
-            self.sims, self.rollout_steps = self.args.train_sims, 0
+        args = learner.args
+        self.sims, self.rollout_steps = (args.train_sims, 0) if explore else (args.sims, args.rollout_steps)
         self.searches = {}  # by the number of decisions
         self.fast = [copy.deepcopy(network) for network in learner.networks().values()] if learner.half else None
         for network in self.fast or ():
