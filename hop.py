@@ -374,8 +374,8 @@ class Player:
     own_graphs = True
 
     def __init__(self, learner, env, seats, explore=False):
-        self.learner, self.env, self.explore, self.args = learner, env, explore, learner.args
-        args = learner.args
+        self.learner, self.env, self.explore = learner, env, explore
+        args = self.args = learner.args
         self.sims, self.rollout_steps = (args.train_sims, 0) if explore else (args.sims, args.rollout_steps)
         self.searches = {}  # by the number of decisions
         self.fast = [copy.deepcopy(network) for network in learner.networks().values()] if learner.half else None
