@@ -214,9 +214,9 @@ class Search:
     gets one node, number `count`, in the same kernels. The last node is a place for what is to be forgotten.
     """
 
-    def __init__(self, args, env, agents, model, planners, sims, rollout_steps=0):
+    def __init__(self, args, env, agents, model, planners, sims, rollout_steps=0, own_goals=False):
         self.args, self.agents, self.model = args, agents, model
-        self.trees, self.sims, self.rollout_steps = args.trees, sims, rollout_steps
+        self.trees, self.sims, self.rollout_steps, self.own_goals = args.trees, sims, rollout_steps, own_goals
         count, nodes, device = planners * args.trees, sims + 2, env.device
         self.env = env.fork(count)  # where simulations take place
         self.states = {name: x.new_zeros((nodes, *x.shape)) for name, x in self.env.match_state().items()}
@@ -236,6 +236,7 @@ class Search:
         self.seat, self.others = zeros(count, 1, dtype=torch.long), zeros(count, env.n_agents - 1, dtype=torch.long)
         self.goal, self.own_goal = torch.zeros_like(self.others), torch.full_like(self.seat, -1)
         self.tree = torch.arange(count, device=device)
+        self.first = self.tree.unsqueeze(1) * env.n_agents  # the row of agent 0 of a tree among the agents of all
         self.levels = torch.arange(args.depth + 1, device=device).unsqueeze(1)
         self.graphed_simulate = Graphed(self.simulate, device)
 
@@ -275,48 +276,49 @@ class Search:
             policy = F.softmax(self.args.q_temperature * q, -1)
         return policy / policy.sum(-1, keepdim=True), q
 
-    def predict(self):
-        """Of the matches as they are: log-prior and availability of one's actions, value, others' log-probabilities."""
-        env, rows = self.env, self.tree.unsqueeze(1) * self.env.n_agents
-        obs, avail, time = env.obs.flatten(0, 1), env.info["avail"].flatten(0, 1), env.steps / env.match_limit
-        own, others = (rows + self.seat).flatten(), (rows + self.others).flatten()
-        output, own_avail = self.agents(obs[own], time, self.own_goal.flatten()), avail[own]
-        others_time = time.unsqueeze(1).expand_as(self.others).flatten()
-        logits = self.model(obs[others], others_time, self.goal.flatten())
-        log_probs = log_softmax(logits, avail[others]).unflatten(0, self.others.shape)
-        return log_softmax(output[:, :-1], own_avail), own_avail, output[:, -1] * env.return_scale, log_probs
+    def predict(self, network, seats, goal):
+        """Of `seats` (trees, ...) in the matches as they are, (rows, ...): what a network says, log-probabilities and
+        availability of their actions.
+        """
+        env, rows = self.env, (self.first + seats).flatten()
+        avail, time = env.info["avail"].flatten(0, 1)[rows], (env.steps / env.match_limit).unsqueeze(1)
+        output = network(env.obs.flatten(0, 1)[rows], time.expand_as(seats).flatten(), goal.flatten())
+        return output, log_softmax(output[:, : env.n_actions], avail), avail
 
     def add_node(self, level, earned, over):
         """Writes the matches as they are now to node `count` of all trees; the arguments are (1, trees)."""
-        log_prior, avail, value, log_probs = self.predict()
+        output, log_prior, avail = self.predict(self.agents, self.seat, self.own_goal)
         prior = log_prior.exp().masked_fill(~avail, -1.0)
+        _, log_probs, _ = self.predict(self.model, self.others, self.goal)
         for name, new in self.env.match_state().items():
             self.put(self.states[name], new)
-        value = self.rollout(log_prior, value, log_probs, ~over)
+        value = self.rollout(output, log_prior, log_probs, ~over)
         arrays = self.prior, self.value, self.others_log_probs, self.level, self.earned, self.over
         for array, new in zip(arrays, (prior, value, log_probs, level, earned, over)):
             self.put(array, new)
         return prior
 
-    def rollout(self, log_prior, value, log_probs, running):
+    def rollout(self, output, log_prior, log_probs, running):
         """Values (1, trees) by some steps in which all act as the networks say, and the network's value after them."""
-        earned = torch.zeros_like(running, dtype=value.dtype)
+        earned = torch.zeros_like(running, dtype=log_prior.dtype)
         for step in range(self.rollout_steps):
-            action = (log_prior + gumbel(log_prior)).argmax(-1, keepdim=True)
-            reward, over = self.step(action, log_probs)
+            if step:
+                _, log_probs, _ = self.predict(self.model, self.others, self.goal)
+            reward, over = self.step((log_prior + gumbel(log_prior)).argmax(-1, keepdim=True), log_probs)
             earned += torch.where(running, self.args.gamma**step * reward, 0.0)
             running = running & ~over
-            log_prior, _, value, log_probs = self.predict()
+            output, log_prior, _ = self.predict(self.agents, self.seat, self.own_goal)
+        value = output[:, -1] * self.env.return_scale
         return earned + torch.where(running, self.args.gamma**self.rollout_steps * value, 0.0)
 
     def step(self, action, log_probs):
         """A step with one's actions (trees, 1) and others drawn; the reward, and whether it is over, (1, trees)."""
         env = self.env
         env.actions.scatter_(1, self.seat, action)
-        env.actions.scatter_(1, self.others, (log_probs + gumbel(log_probs)).argmax(-1))
+        env.actions.scatter_(1, self.others, (log_probs + gumbel(log_probs)).argmax(-1).view_as(self.others))
         _, reward, terminated, truncated, info = env.step(env.actions)
         ended, left, reward = terminated | truncated, ~info["alive"].gather(1, self.seat), reward.gather(1, self.seat)
-        if env.goals:
+        if env.goals and self.own_goals:
             reached = env.goal_reached(action, left, ended.unsqueeze(1))
             reward = counted_reward(env, reward, reached, self.own_goal)
         return reward.T, left.T | ended
@@ -451,7 +453,8 @@ class Player:
         for chosen in decisions.split(self.args.planners) if len(decisions) else ():
             size = min(max(1 << (len(chosen) - 1).bit_length(), 8), self.args.planners)
             if size not in self.searches:
-                self.searches[size] = Search(self.args, env, agents, model, size, self.sims, self.rollout_steps)
+                sizes = size, self.sims, self.rollout_steps
+                self.searches[size] = Search(self.args, env, agents, model, *sizes, self.explore)
             rows = F.pad(chosen, (0, size - len(chosen)), value=0)
             place, seat = rows // plays.shape[1], inputs.seat.flatten()[rows]
             own_goal, belief = self.outputs["own_goal"].flatten()[rows], self.log_belief[place]

@@ -169,7 +169,7 @@ def test_trees_are_those_of_plain_loops(env_id, depth, node_value, rollout_steps
     for _ in range(4):
         env.step(env.scripted_actions("RAND"))
     agents, model = Guess(env, env.n_actions + 1, 2), Guess(env, env.n_actions, len(env.goals), seed=1)
-    search = hop.Search(args, env, agents, model, 4, 60, rollout_steps)
+    search = hop.Search(args, env, agents, model, 4, 60, rollout_steps, own_goals=True)
     match, seat, own_goal = torch.tensor([0, 0, 1, 1]), torch.tensor([3, 0, 3, 2]), torch.tensor([-1, 0, 1, -1])
     belief = torch.rand(4, env.n_agents, len(env.goals)).log()
     policy, q = search.plan(env, match, seat, own_goal, belief)
@@ -272,7 +272,7 @@ def test_the_search_is_the_same_on_cuda(env_id, no_noise):
         env = envs.make(env_id, 16, device, seed=2, check=False)
         env.reset()
         networks = Guess(env, env.n_actions + 1, 2), Guess(env, env.n_actions, 2, seed=1)
-        search = hop.Search(args, env, *networks, 16, 50)
+        search = hop.Search(args, env, *networks, 16, 50, own_goals=True)
         match = torch.arange(16, device=device)
         for _ in range(3):  # warmed up, captured, replayed
             policy, q = search.plan(env, match, match % 4, match % 3 - 1, torch.zeros(16, 4, 2, device=device))
