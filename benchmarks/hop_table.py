@@ -52,7 +52,9 @@ class Args:
     options: str = ""  # further options of hop.py, in quotes
     episodes: int = 64  # encounters with each kind of co-players
     encounter: int = 10  # matches of an encounter
-    run_root: Path = Path("runs/hop_table")  # the folder of the runs; complete ones of the same commands are used again
+    run_root: Path = Path(
+        "runs/hop_table"
+    )  # the folder of the runs and tests; complete ones of the same commands are used again
     speed: bool = False  # only measure how many decisions a second are searched
     planners: int = 1024  # decisions searched at a time, with --speed
 
@@ -130,14 +132,18 @@ def run_all(args, jobs):
     return folders
 
 
-def returns(args, egos, other, episodes, encounter, out):
-    """(ego, other) -> mean return among co-players of one kind, by evaluate.py"""
+def returns(args, egos, other, episodes, encounter, name):
+    """(ego, other) -> mean return among co-players of one kind, by evaluate.py; a test of before is used again"""
     command = [sys.executable, str(ROOT / "evaluate.py"), "--ego", *egos, "--others", other, "--groups", "homologue"]
     command += ["--episodes", str(episodes), "--encounter", str(encounter), "--env-id", args.env_id]
-    command += ["--out", str(args.run_root / out), *["--cuda"] * args.cuda]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    rows = json.loads((args.run_root / out / "results.json").read_text())["rows"]
-    return {(row["ego"], row["other"]): row["return"] for row in rows}
+    command += ["--out", str(args.run_root / name), *["--cuda"] * args.cuda]
+    results, made_by = args.run_root / name / "results.json", args.run_root / f"{name}.json"
+    if not (results.exists() and made_by.exists() and json.loads(made_by.read_text()) == command):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        made_by.write_text(json.dumps(command))
+    found = {(row["ego"], row["other"]): row["return"] for row in json.loads(results.read_text())["rows"]}
+    print(f"{name}: " + ", ".join(f"{found[ego, other]:.2f}" for ego in egos), flush=True)
+    return found
 
 
 def main(args):
@@ -176,16 +182,18 @@ def main(args):
     folders |= run_all(args, jobs)
     print(f"{time.time() - started:.0f} s: they have adapted", flush=True)
 
-    tests, bounding = [], {}  # each in its own process: a single one leaves most of the GPU idle
-    for number, (name, other) in enumerate(columns.items()):
+    tests, adapted, bounding = [], [], {}  # each in its own process: a single one leaves most of the GPU idle
+    for name, other in columns.items():
+        label = name.replace(" ", "_")
         bounding[name] = {*SCRIPTS, other, *(str(folders[f"{script} with {name}"]) for script in RESPONSES)}
-        tests.append((sorted(bounding[name]), other, 2048, 1, f"bounds_{number}"))
+        tests.append((sorted(bounding[name]), other, 2048, 1, f"test_bounds_{label}"))
         for ego in egos:
-            pair = [str(folders[ego]), str(folders[f"{ego} adapted to {name}"])]
-            tests.append((pair, other, args.episodes, args.encounter, f"{ego.replace(' ', '_')}_{number}"))
+            test = other, args.episodes, args.encounter, f"test_{ego.replace(' ', '_')}_{label}"
+            tests.append(([str(folders[ego])], *test))
+            adapted.append(([str(folders[f"{ego} adapted to {name}"])], *test[:-1], f"{test[-1]}_adapted"))
     found = {}
     with ThreadPoolExecutor(args.jobs) as pool:
-        for part in pool.map(lambda test: returns(args, *test), tests):
+        for part in pool.map(lambda test: returns(args, *test), tests + adapted):
             found |= part
     bounds = {}
     for name, other in columns.items():
