@@ -343,15 +343,19 @@ def draw(out, rows, metric):
     for row in rows:
         values[egos.index((row["ego"], row["adapted"])), others.index(row["other"])] = row.get(metric, np.nan)
     names, columns = labels(dict.fromkeys(ego for ego, _ in egos)), labels(others)
-    figure = Figure(figsize=(4 + 0.5 * len(others), 3 + 0.4 * len(egos)), layout="constrained")
+    rows_named = [names[ego] + " adapted" * (steps > 0) for ego, steps in egos]
+    columns_named = [columns[other] for other in others]
+    width = 2.5 + 0.5 * len(others) + 0.06 * max(map(len, rows_named))  # inches, with room for the names
+    height = 2 + 0.4 * len(egos) + 0.05 * max(map(len, columns_named))
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(values, aspect="auto", **({"vmin": 0, "vmax": 1} if metric == "win_rate" else {}))
     middle = np.nanmean([*image.get_clim()])
     for (y, x), value in np.ndenumerate(values):
         text = f"{value:.0%}" if metric == "win_rate" else f"{value:.1f}"
         axes.text(x, y, text, ha="center", va="center", fontsize=7, color="black" if value > middle else "white")
-    axes.set_xticks(range(len(others)), [columns[other] for other in others], rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(range(len(egos)), [names[ego] + " adapted" * (steps > 0) for ego, steps in egos], fontsize=7)
+    axes.set_xticks(range(len(others)), columns_named, rotation=60, ha="right", fontsize=7)
+    axes.set_yticks(range(len(egos)), rows_named, fontsize=7)
     figure.colorbar(image, label=metric.replace("_", " "))
     files.write(out / "heatmap.png", lambda file: figure.savefig(file, dpi=120))
 

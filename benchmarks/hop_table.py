@@ -7,7 +7,8 @@ python benchmarks/hop_table.py --speed --cuda
 HOP and direct-OM learn by self-play. They are tested in encounters with co-players they have not met, as they are and
 again after they have learned among these for a few steps (--adapt): random ones, cooperators (NS), defectors (NH), and
 learned ones, IPPO with its own reward and IPPO with the team's. A score of 1 is the return of a best response: the best
-of IPPO and IQL trained among these co-players, the scripts, and the co-players themselves; 0 is that of random actions.
+of IPPO and IQL trained among these co-players (--responses), the scripts, and the co-players themselves; 0 is that of
+random actions. Each network is tested with every length of rollouts (--rollout-steps); none learns with rollouts.
 """
 
 import json
@@ -30,7 +31,6 @@ from envs.episodes import Inputs  # noqa: E402
 
 SCRIPTS = ("RAND", "NS", "NH")
 METHODS = {"HOP": (), "direct-OM": ("--no-goals",)}
-RESPONSES = ("ippo", "iql")  # which learn to respond to the co-players
 PUBLISHED = {  # the same columns on 8 x 8; ours has no LOLA (HOP .97, direct-OM .64)
     "HOP": {"IPPO": 0.80, "prosocial IPPO": 0.93, "RAND": 0.96, "NS": 0.74, "NH": 0.51},
     "direct-OM": {"IPPO": 0.57, "prosocial IPPO": 0.79, "RAND": 0.91, "NS": 0.56, "NH": 0.44},
@@ -49,20 +49,21 @@ class Args:
     sims: int = 200  # simulations of a tree
     trees: int = 5  # trees of a decision
     train_sims: int | None = None  # simulations of a tree in self-play (default: as hop.py has it)
+    rollout_steps: tuple[int, ...] = (0, 8)  # steps of rollouts in tests, each setting with the same networks
+    responses: tuple[str, ...] = ("ippo", "iql")  # scripts that learn to respond to the co-players
     options: str = ""  # further options of hop.py, in quotes
     episodes: int = 64  # encounters with each kind of co-players
     encounter: int = 10  # matches of an encounter
-    run_root: Path = Path(
-        "runs/hop_table"
-    )  # the folder of the runs and tests; complete ones of the same commands are used again
+    run_root: Path = Path("runs/hop_table")  # of runs and tests; complete ones of the same commands are used again
     speed: bool = False  # only measure how many decisions a second are searched
     planners: int = 1024  # decisions searched at a time, with --speed
 
 
-def speed(args):
+def speed(args, rollout_steps):
     """Prints decisions a second of new networks, at the beginning of matches."""
     device = torch.device("cuda" if args.cuda else "cpu")
-    hop_args = hop.Args(env_id=args.env_id, cuda=args.cuda, planners=args.planners, sims=args.sims, trees=args.trees)
+    same = {name: getattr(args, name) for name in ("env_id", "cuda", "planners", "sims", "trees")}
+    hop_args = hop.Args(**same, rollout_steps=rollout_steps)
     hop.check_args(hop_args)
     env = hop.make_env(hop_args, args.planners, device, "training")
     seat = torch.arange(args.planners, device=device).unsqueeze(1) % env.n_agents
@@ -83,8 +84,9 @@ def speed(args):
     seconds = min(times[1:])
     where = torch.cuda.get_device_name() if args.cuda else "CPU"
     print(
-        f"{args.env_id}, {where}: {args.planners} decisions at {args.sims} simulations and {args.trees} trees in "
-        f"{seconds:.2f} s: {args.planners / seconds:,.0f} decisions a second ({times[0]:.1f} s the first time)"
+        f"{args.env_id}, {where}: {args.planners} decisions at {args.sims} simulations, {args.trees} trees, "
+        f"{rollout_steps} rollout steps in {seconds:.2f} s: {args.planners / seconds:,.0f} decisions a second "
+        f"({times[0]:.1f} s the first time)"
     )
 
 
@@ -132,18 +134,34 @@ def run_all(args, jobs):
     return folders
 
 
+def with_rollouts(args, folder, steps):
+    """A copy of a run's networks that plans with so many rollout steps."""
+    copy = args.run_root / "tested" / f"{folder.name}__{steps}_rollout_steps"
+    copy.mkdir(parents=True, exist_ok=True)
+    checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    checkpoint["args"]["rollout_steps"] = steps
+    torch.save(checkpoint | {"optimizer": {}, "resume": None}, copy / "checkpoint.pt")
+    return copy
+
+
 def returns(args, egos, other, episodes, encounter, name):
     """(ego, other) -> mean return among co-players of one kind, by evaluate.py; a test of before is used again"""
+    folder = name.replace(" ", "_")
     command = [sys.executable, str(ROOT / "evaluate.py"), "--ego", *egos, "--others", other, "--groups", "homologue"]
     command += ["--episodes", str(episodes), "--encounter", str(encounter), "--env-id", args.env_id]
-    command += ["--out", str(args.run_root / name), *["--cuda"] * args.cuda]
-    results, made_by = args.run_root / name / "results.json", args.run_root / f"{name}.json"
+    command += ["--out", str(args.run_root / folder), *["--cuda"] * args.cuda]
+    results, made_by = args.run_root / folder / "results.json", args.run_root / f"{folder}.json"
     if not (results.exists() and made_by.exists() and json.loads(made_by.read_text()) == command):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         made_by.write_text(json.dumps(command))
     found = {(row["ego"], row["other"]): row["return"] for row in json.loads(results.read_text())["rows"]}
     print(f"{name}: " + ", ".join(f"{found[ego, other]:.2f}" for ego in egos), flush=True)
     return found
+
+
+def evaluated(timesteps, matches):
+    """Options of a run that is evaluated at its end alone: with rollouts that takes longer than learning does."""
+    return "--eval-interval", str(10 * timesteps), "--eval-episodes", matches, "--final-eval-episodes", matches
 
 
 def main(args):
@@ -160,40 +178,42 @@ def main(args):
     }
     for seed in range(1, args.seeds + 1):
         for method, options in METHODS.items():
-            steps = ("--total-timesteps", str(args.timesteps), "--eval-interval", str(args.timesteps))
-            options = ("--env-id", args.env_id, "--seed", str(seed), *steps, *search, *options)
+            options = ("--env-id", args.env_id, "--seed", str(seed), *search, *options)
+            options += ("--total-timesteps", str(args.timesteps), *evaluated(args.timesteps, "64"))
             jobs[f"{method} {seed}"] = "hop", options, None
     for name in PUBLISHED["HOP"]:
-        for script in RESPONSES:
+        for script in args.responses:
             jobs[f"{script} with {name}"] = script, ("--env-id", args.env_id, *learned), name
     folders = run_all(args, jobs)
     columns = {name: str(folders.get(name, name)) for name in PUBLISHED["HOP"]}
     print(f"{time.time() - started:.0f} s: all are trained", flush=True)
 
-    egos = {name: folder for name, folder in folders.items() if name.split()[0] in METHODS}
+    planners = [name for name in folders if name.split()[0] in METHODS]
     adapting = ("--total-timesteps", str(args.adapt), "--num-envs", "16", "--batch-size", "256", *search)
-    adapting += ("--encounter", str(args.encounter), "--eval-interval", str(10 * args.adapt))
-    adapting += ("--eval-episodes", "1", "--final-eval-episodes", "1")  # they are tested below
+    adapting += ("--encounter", str(args.encounter))
     jobs = {}
     for name, other in columns.items():
-        for ego, folder in egos.items():
-            options = ("--env-id", args.env_id, *METHODS[ego.split()[0]], "--init", str(folder), *adapting)
-            jobs[f"{ego} adapted to {name}"] = "hop", options, other
+        for planner in planners:
+            options = ("--env-id", args.env_id, *METHODS[planner.split()[0]], "--init", str(folders[planner]))
+            jobs[f"{planner} adapted to {name}"] = "hop", (*options, *adapting, *evaluated(args.adapt, "1")), other
     folders |= run_all(args, jobs)
     print(f"{time.time() - started:.0f} s: they have adapted", flush=True)
 
-    tests, adapted, bounding = [], [], {}  # each in its own process: a single one leaves most of the GPU idle
+    tests, bounding, tested = [], {}, {}  # each in its own process: a single one leaves most of the GPU idle
     for name, other in columns.items():
-        label = name.replace(" ", "_")
-        bounding[name] = {*SCRIPTS, other, *(str(folders[f"{script} with {name}"]) for script in RESPONSES)}
-        tests.append((sorted(bounding[name]), other, 2048, 1, f"test_bounds_{label}"))
-        for ego in egos:
-            test = other, args.episodes, args.encounter, f"test_{ego.replace(' ', '_')}_{label}"
-            tests.append(([str(folders[ego])], *test))
-            adapted.append(([str(folders[f"{ego} adapted to {name}"])], *test[:-1], f"{test[-1]}_adapted"))
+        bounding[name] = {*SCRIPTS, other, *(str(folders[f"{script} with {name}"]) for script in args.responses)}
+        tests.append((sorted(bounding[name]), other, 2048, 1, f"test bounds {name}"))
+    for adapted in (False, True):
+        for steps in args.rollout_steps:
+            for name, other in columns.items():
+                for planner in planners:
+                    run = f"{planner} adapted to {name}" if adapted else planner
+                    ego = tested[run, steps] = str(with_rollouts(args, folders[run], steps))
+                    label = f"test {planner} {name} {steps}{' adapted' if adapted else ''}"
+                    tests.append(([ego], other, args.episodes, args.encounter, label))
     found = {}
     with ThreadPoolExecutor(args.jobs) as pool:
-        for part in pool.map(lambda test: returns(args, *test), tests + adapted):
+        for part in pool.map(lambda test: returns(args, *test), tests):
             found |= part
     bounds = {}
     for name, other in columns.items():
@@ -203,20 +223,27 @@ def main(args):
     for label, place in (("random actions", 0), ("best response", 1)):
         print(f"| {label}, return | " + " | ".join(f"{bounds[name][place]:.2f}" for name in columns) + " |")
     for method in METHODS:
-        mine = [ego for ego in egos if ego.split()[0] == method]
-        for label, run in ((method, "{ego}"), (f"{method} after {args.adapt:,} steps", "{ego} adapted to {name}")):
-            earned, scores = [], []
-            for name, (low, high) in bounds.items():
-                tested = [folders[run.format(ego=ego, name=name)] for ego in mine]
-                earned.append(sum(found[str(folder), columns[name]] for folder in tested) / len(tested))
-                scores.append((earned[-1] - low) / (high - low) if high > low else float("nan"))
-            print(f"| {label}, return | " + " | ".join(f"{value:.2f}" for value in earned) + " |")
-            print(f"| {label} | " + " | ".join(f"{value:.2f}" for value in scores) + " |")
+        mine = [planner for planner in planners if planner.split()[0] == method]
+        for steps in args.rollout_steps:
+            for after, run in (("", "{}"), (f" after {args.adapt:,} steps", "{} adapted to {}")):
+                earned, scores = [], []
+                for name, (low, high) in bounds.items():
+                    egos = [tested[run.format(planner, name), steps] for planner in mine]
+                    earned.append(sum(found[ego, columns[name]] for ego in egos) / len(egos))
+                    scores.append((earned[-1] - low) / (high - low) if high > low else float("nan"))
+                label = f"{method}, {steps} rollout steps{after}"
+                print(f"| {label}, return | " + " | ".join(f"{value:.2f}" for value in earned) + " |")
+                print(f"| {label} | " + " | ".join(f"{value:.2f}" for value in scores) + " |")
         print(f"| {method}, published | " + " | ".join(f"{PUBLISHED[method][name]:.2f}" for name in columns) + " |")
     print(f"{time.time() - started:.0f} s")
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    runs.check_ranges(args, positive="seeds jobs timesteps adapt learned_timesteps trees episodes encounter planners")
-    speed(args) if args.speed else main(args)
+    positive = "seeds jobs timesteps adapt learned_timesteps trees episodes encounter planners"
+    runs.check_ranges(args, positive=positive, non_negative="sims train_sims rollout_steps")
+    if args.speed:
+        for steps in args.rollout_steps:
+            speed(args, steps)
+    else:
+        main(args)
