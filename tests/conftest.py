@@ -1,10 +1,14 @@
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
 import numba
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by `pytest &` in a script; tests stop runs with it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of the processes that share the tests, each of which has a core
     os.environ.setdefault("OMP_NUM_THREADS", "1")
