@@ -310,6 +310,13 @@ def _compile_cpu(run_one, threaded):
     return keep(njit(nogil=True, parallel=threaded)(rebind(body, name, run_one=run_one)))
 
 
+def _entry_point(function, *arguments):
+    """The machine code for arguments of these types. A call of `function` would look at their 80 types first."""
+    if not hasattr(function, "compile"):  # NUMBA_DISABLE_JIT
+        return function
+    return function.compile(tuple(function.typeof_pyval(argument) for argument in arguments))
+
+
 # ---- CUDA: templates; the capitals, `run_one`, `world_of`, `place_of` and Numba's names are bound by _for_cuda ----
 def _in_shared_memory(op, matches, game):
     # A match's simulation lives in shared memory for the length of a call, and its rules are constants: addresses cost
@@ -602,13 +609,18 @@ class Runner:
 
     def __init__(self, run_one, rule, game, device, lanes, staged=None):
         matches = game.match.shape[0]
-        self._compiled, self._device, self._program = False, device, run_one
+        self._launch, self._device, self._program = None, device, run_one
         if device.type == "cpu":
             threaded = matches >= SERIAL_BELOW
             if threaded:
                 _start_threads()
             run = _compile_cpu(run_one, threaded=threaded)
-            self._launch = lambda op: run(op, matches, rule, game)
+
+            def compiled():
+                entry = _entry_point(run, 0, matches, rule, game)
+                return lambda op: entry(op, matches, rule, game)
+
+            self._compile = compiled
         else:
             if staged:
                 kernel, threads = _staged_kernel(run_one, rule, game, lanes, staged)
@@ -620,15 +632,16 @@ class Runner:
             def launch(op):
                 kernel[blocks, threads, cuda_stream(device)](op, matches, game)
 
-            self._launch = launch
+            self._compile = lambda: launch  # which compiles by itself
 
     def __call__(self, op=-1):
-        if self._compiled:
+        if self._launch:
             self._launch(op)
         else:
             with _compiling(self._device.type, self._program):
-                self._launch(op)
-            self._compiled = True
+                launch = self._compile()
+                launch(op)
+            self._launch = launch
 
 
 def _staged_kernel(run_one, rule, game, lanes, staged):
