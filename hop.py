@@ -236,7 +236,7 @@ class Search:
         self.seat, self.others = zeros(count, 1, dtype=torch.long), zeros(count, env.n_agents - 1, dtype=torch.long)
         self.goal, self.own_goal = torch.zeros_like(self.others), torch.full_like(self.seat, -1)
         self.tree = torch.arange(count, device=device)
-        self.first = self.tree.unsqueeze(1) * env.n_agents  # the row of agent 0 of a tree among the agents of all
+        self.first_row = self.tree.unsqueeze(1) * env.n_agents  # the row of agent 0 of a tree among the agents of all
         self.levels = torch.arange(args.depth + 1, device=device).unsqueeze(1)
         self.graphed_simulate = Graphed(self.simulate, device)
 
@@ -256,7 +256,8 @@ class Search:
         self.env.load(env.match_state(), match)
         for array in (self.total, self.visits, self.child, self.best, self.next, self.count):
             array.zero_()
-        prior = self.add_node(self.level[:1] * 0, self.earned[:1] * 0, self.over[:1] & False)
+        start = (torch.zeros_like(array[:1]) for array in (self.level, self.earned, self.over))
+        prior = self.add_node(*start)
         self.best[0] = prior.argmax(-1)
         self.count += 1
         for _ in range(self.sims):
@@ -280,7 +281,7 @@ class Search:
         """Of `seats` (trees, ...) in the matches as they are, (rows, ...): what a network says, log-probabilities and
         availability of their actions.
         """
-        env, rows = self.env, (self.first + seats).flatten()
+        env, rows = self.env, (self.first_row + seats).flatten()
         avail, time = env.info["avail"].flatten(0, 1)[rows], (env.steps / env.match_limit).unsqueeze(1)
         output = network(env.obs.flatten(0, 1)[rows], time.expand_as(seats).flatten(), goal.flatten())
         return output, log_softmax(output[:, : env.n_actions], avail), avail
@@ -453,8 +454,8 @@ class Player:
         for chosen in decisions.split(self.args.planners) if len(decisions) else ():
             size = min(max(1 << (len(chosen) - 1).bit_length(), 8), self.args.planners)
             if size not in self.searches:
-                sizes = size, self.sims, self.rollout_steps
-                self.searches[size] = Search(self.args, env, agents, model, *sizes, self.explore)
+                options = {"rollout_steps": self.rollout_steps, "own_goals": self.explore}
+                self.searches[size] = Search(self.args, env, agents, model, size, self.sims, **options)
             rows = F.pad(chosen, (0, size - len(chosen)), value=0)
             place, seat = rows // plays.shape[1], inputs.seat.flatten()[rows]
             own_goal, belief = self.outputs["own_goal"].flatten()[rows], self.log_belief[place]
