@@ -82,11 +82,12 @@ def crossed_interval(values):
     return max(both, *(interval(mean, [part]) for part in parts), key=lambda ends: ends[1] - ends[0])
 
 
-def summary(strata):
+def summary(strata, least=-np.inf, most=np.inf):
+    """Means of values that are from `least` to `most`, as the ends of their intervals then are."""
     together = np.concatenate([np.asarray(values) for values in strata])
     return {
-        "mean": float(together.mean()), "mean_interval": mean_interval(strata),
-        "iqm": float(iqm(together)), "iqm_interval": iqm_interval(strata),
+        "mean": float(together.mean()), "mean_interval": np.clip(mean_interval(strata), least, most).tolist(),
+        "iqm": float(iqm(together)), "iqm_interval": np.clip(iqm_interval(strata), least, most).tolist(),
     }  # fmt: skip
 
 
@@ -208,7 +209,8 @@ def rows_of(groups):
         for env_id, strata in parts:
             row = {"script": label, "env_id": env_id, "runs": sum(map(len, strata))}
             for name, measure in MEASURES.items():
-                row[name] = summary([[measure(run) for run in runs] for runs in strata])
+                bounds = (0, 1) if name.endswith("win_rate") else ()
+                row[name] = summary([[measure(run) for run in runs] for runs in strata], *bounds)
             rows.append(row)
     return rows
 

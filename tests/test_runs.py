@@ -200,6 +200,15 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_a_final_evaluation_has_done_the_matches_of_whole_rounds():
+    eval_runner = SimpleNamespace(rounds=3, env=SimpleNamespace(num_envs=16))  # the third round has begun
+    bar = SimpleNamespace(unit="matches", show=lambda done: shown.append(done))
+    for before, expected in ((0, 32), (2, 0)):
+        shown = []
+        runs.Run.show_progress(SimpleNamespace(bar=bar, state={"eval_runner": eval_runner}, rounds_before=before))
+        assert shown == [expected]
+
+
 def test_progress_in_a_file_is_a_line_every_few_seconds(monkeypatch, capsys):
     now = [1000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])

@@ -585,6 +585,8 @@ def test_the_interval_of_a_mean_varies_within_strata():
     values = np.array([1.0, 2.0, 4.0, 9.0])
     half = 3.182 * values.std(ddof=1) / 2
     assert results.mean_interval([values]) == pytest.approx([4 - half, 4 + half])
+    assert results.summary([values])["mean_interval"] == results.mean_interval([values])
+    assert results.summary([[0.02, 0.1, 0.9]], 0, 1)["mean_interval"] == [0, 1]  # not -87% to 155%
 
 
 def test_the_interval_of_the_iqm_has_its_known_width():
