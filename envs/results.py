@@ -83,7 +83,7 @@ def crossed_interval(values):
 
 
 def summary(strata, least=-np.inf, most=np.inf):
-    """Means of values that are from `least` to `most`, as the ends of their intervals then are."""
+    """Mean and interquartile mean of values within `least` and `most`, with 95% intervals that end there too."""
     together = np.concatenate([np.asarray(values) for values in strata])
     return {
         "mean": float(together.mean()), "mean_interval": np.clip(mean_interval(strata), least, most).tolist(),
