@@ -836,7 +836,7 @@ def test_on_a_cluster_a_run_whose_node_is_lost_in_a_save_ends_as_if_it_had_not_b
         cluster.wait_for_nodes()
         ray_words = (*words, "--run-root", "cluster", "--ray-address", cluster.address)
         process = start_sweep(tmp_path, *ray_words, scripts=("iql.py",), options=options)
-        wait_for(lambda: list(tmp_path.glob("cluster/*/resume-*.pt")), 200)
+        wait_for(lambda: list(tmp_path.glob("cluster/*/checkpoint.pt")), 200)  # comes after what belongs to it
         (run_there,) = tmp_path.glob("*/omg-marl-run-*/stag_hunt_4x4__*")
         lost = run_there.parent.parent.name
         pid = stop_in_a_save(run_there)
