@@ -842,7 +842,7 @@ def test_on_a_cluster_a_run_whose_node_is_lost_in_a_save_ends_as_if_it_had_not_b
         pid = stop_in_a_save(run_there)
         cluster.remove_node(nodes[lost], allow_graceful=False)
         os.kill(pid, signal.SIGKILL)
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=600)
         assert process.returncode == 0 and "lost its node" in output and "goes on" in output, output
     finally:
         cluster.shutdown()
