@@ -278,8 +278,8 @@ class Search:
         return policy / policy.sum(-1, keepdim=True), q
 
     def predict(self, network, seats, goal):
-        """Of `seats` (trees, ...) in the matches as they are, (rows, ...): what a network says, log-probabilities and
-        availability of their actions.
+        """For `seats` (trees, seats) in the copies as they are now: a network's output, the log-probabilities of
+        actions, and which are available, each (trees * seats, ...).
         """
         env, rows = self.env, (self.first_row + seats).flatten()
         avail, time = env.info["avail"].flatten(0, 1)[rows], (env.steps / env.match_limit).unsqueeze(1)

@@ -759,8 +759,8 @@ class Run:
             steps, seconds = self.last_round if self.bar.in_terminal else (0, 1.0)
             self.bar.show(self.steps + steps * min((time.time() - self.round_began) / seconds, 1))
         elif self.bar.unit == "matches" and (eval_runner := self.state.get("eval_runner")):
-            over = eval_runner.rounds - 1 - self.rounds_before  # a round counts from its beginning
-            self.bar.show(max(over, 0) * eval_runner.env.num_envs)
+            complete = eval_runner.rounds - 1 - self.rounds_before  # a round counts from its beginning
+            self.bar.show(max(complete, 0) * eval_runner.env.num_envs)
         else:
             self.bar.show(self.bar.done)
 
