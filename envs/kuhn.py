@@ -40,9 +40,11 @@ TIE = 1e-9  # a gain up to here is none
 
 Rule = namedtuple("Rule", RULE)
 Game = namedtuple(
-    "Game", (*TENSORS, "card", "last_card", "bets", "turn", "hands", "earned", "counts", "strategy", "likely")
+    "Game",
+    (*TENSORS, "card", "last_card", "bets", "last_bets", "turn", "hands", "earned", "counts", "strategy", "likely"),
 )
-# bets: the actions of a hand; counts: by decision, how often a player bet and did not, as far as its cards were shown
+# bets: the actions of a hand; last_: of the hand before; counts: by decision, how often a player bet and did not, as
+# far as its cards were shown
 
 
 # ---- the closed form ----
@@ -108,6 +110,8 @@ def step_one(m, rule, game):
                 game.counts[m, kind, int(game.bets[m, t] == BET)] += 1
         game.hands[m] += 1
         game.last_card[m, 0], game.last_card[m, 1] = game.card[m, 0], game.card[m, 1]
+        for t in range(TURNS):
+            game.last_bets[m, t] = game.bets[m, t]
         deal(m, game)
     game.reward[m, 0], game.reward[m, 1] = gain, -gain
     game.earned[m] += gain
@@ -118,6 +122,8 @@ def step_one(m, rule, game):
 def reset_one(m, rule, game):
     game.hands[m], game.earned[m] = 0, 0
     game.last_card[m, 0], game.last_card[m, 1] = NONE, NONE
+    for t in range(TURNS):
+        game.last_bets[m, t] = NONE
     for kind in range(5):
         game.counts[m, kind, 0], game.counts[m, kind, 1] = 0, 0
     deal(m, game)
@@ -135,16 +141,20 @@ def observe_one(m, lane, lanes, rule, game):
             shown = game.card[m, a] == c - 2
         elif c < 11:
             shown = game.bets[m, (c - 5) // 2] == PASS + (c - 5) % 2
-        else:
+        elif c < 14:
             shown = turn == 0 and game.last_card[m, 1 - a] == c - 11
+        else:
+            shown = turn == 0 and game.last_bets[m, (c - 14) // 2] == PASS + (c - 14) % 2
         game.obs[m, a, c] = shown
     for column in range(lane, rule.state_dim - 1, lanes):
         if column < 6:
             held = game.card[m, column // 3] == column % 3
         elif column < 12:
             held = game.bets[m, (column - 6) // 2] == PASS + column % 2
-        else:
+        elif column < 18:
             held = game.last_card[m, (column - 12) // 3] == column % 3
+        else:
+            held = game.last_bets[m, (column - 18) // 2] == PASS + column % 2
         game.state[m, column] = held
     for a in range(lane, 2, lanes):
         game.alive[m, a] = True
@@ -236,11 +246,13 @@ class Kuhn(Batch):
     def __init__(self, name, num_envs=1, n_agents=None, *, limit=100, **common):
         batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
         self.return_scale, whole = 0.15 * limit, torch.int32
-        self.ranges = {"card": (JACK, KING), "last_card": (NONE, KING), "bets": (NONE, BET), "turn": (0, TURNS - 1),
+        self.ranges = {"card": (JACK, KING), "last_card": (NONE, KING), "bets": (NONE, BET),
+                       "last_bets": (NONE, BET), "turn": (0, TURNS - 1),
                        "hands": (0, limit), "counts": (0, limit), "earned": (-2 * limit, 2 * limit)}  # fmt: skip
         super().__init__(
-            name, num_envs, ["player_0", "player_1"], (len(ACTIONS), 14, 19, limit),
+            name, num_envs, ["player_0", "player_1"], (len(ACTIONS), 20, 25, limit),
             {"card": (whole, (num_envs, 2)), "last_card": (whole, (num_envs, 2)), "bets": (whole, (num_envs, TURNS)),
+             "last_bets": (whole, (num_envs, TURNS)),
              "turn": (whole, (num_envs,)), "hands": (whole, (num_envs,)), "earned": (whole, (num_envs,)),
              "counts": (whole, (num_envs, 5, 2))}, **common,
         )  # fmt: skip

@@ -74,7 +74,7 @@ class Table:
     """A match in plain Python. It takes the cards as they are dealt."""
 
     def __init__(self):
-        self.bets, self.card, self.last = [], None, (None, None)
+        self.bets, self.card, self.last, self.last_bets = [], None, (None, None), []
 
     def play(self, action):
         """What the first player earns."""
@@ -82,16 +82,18 @@ class Table:
         story, sign = "".join(self.bets), 1 if self.card[0] > self.card[1] else -1
         gain = {"pp": sign, "bb": 2 * sign, "bp": 1, "pbp": -1, "pbb": 2 * sign}.get(story)
         if gain is not None:
-            self.bets, self.last = [], self.card
+            self.bets, self.last, self.last_bets = [], self.card, self.bets
         return gain or 0
 
     def seen_by(self, a):
         def card(number):
             return [float(number == c) for c in range(3)]
 
-        bets = [float(bet == kind) for bet in [*self.bets, "", "", ""][:3] for kind in "pb"]
-        last = card(self.last[1 - a]) if not self.bets else [0.0] * 3
-        return [float(a == 0), float(a == 1), *card(self.card[a]), *bets, *last]
+        def actions(bets):
+            return [float(bet == kind) for bet in [*bets, "", "", ""][:3] for kind in "pb"]
+
+        last = [0.0] * 9 if self.bets else [*card(self.last[1 - a]), *actions(self.last_bets)]
+        return [float(a == 0), float(a == 1), *card(self.card[a]), *actions(self.bets), *last]
 
 
 def test_a_plain_restatement_plays_and_sees_the_same():
@@ -108,6 +110,8 @@ def test_a_plain_restatement_plays_and_sees_the_same():
             assert info["avail"][m].tolist() == [[a != mover, a == mover, a == mover] for a in (0, 1)]
             assert info["state"][m, :3].argmax() == cards[0] and info["state"][m, 3:6].argmax() == cards[1]
             assert info["state"][m, 6:12].tolist() == obs[m, 0, 5:11].tolist()
+            if not table.bets:  # how the last hand was played
+                assert info["state"][m, 18:24].tolist() == obs[m, 0, 14:].tolist()
         assert (info["state"][:, -1] == np.float32(step) / np.float32(100)).all() and info["alive"].all()
         actions = chance.integers(-1, 4, (32, 2))  # anything but a bet is a pass
         obs, reward, terminated, truncated, info = env.step(actions)
@@ -118,6 +122,16 @@ def test_a_plain_restatement_plays_and_sees_the_same():
         assert not terminated.any() and truncated.all() == (step == 99)
     assert info["won"].tolist() == (earned > 0).tolist()
     assert 0 < (earned > 0).sum() < 32
+
+
+def test_whether_a_bet_was_called_is_seen():
+    """The hand ends with the answer to a bet, and the next one is dealt in the same step."""
+    env = envs.make("kuhn", num_envs=2)
+    env.reset(seed=0)
+    env.step([[BET, WAIT], [BET, WAIT]])
+    obs, *_ = env.step([[WAIT, BET], [WAIT, PASS]])
+    for a in (0, 1):
+        assert obs[:, a, 14:].tolist() == [[0, 1, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0]]
 
 
 @pytest.mark.slow
