@@ -90,7 +90,8 @@ from envs.metrics import accuracy, masked_mean, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
-FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # for learning and `analyse`
+# recorded for learning and `analyse`
+FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive", "visible_last_action")
 
 
 def check_args(args):
@@ -211,14 +212,14 @@ class OpponentModel(nn.Module):
     def init_hidden(self, matches, seats):
         return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
 
-    def forward(self, obs, last_obs, all_last_action, seat, h):
-        """obs and last_obs (time, matches, seats, obs_dim), all_last_action (time, matches, agents)
+    def forward(self, obs, last_obs, visible_last_action, seat, h):
+        """obs and last_obs (time, matches, seats, obs_dim), visible_last_action (time, matches, seats, agents)
         -> probabilities for the Q-network, hidden states, log-probabilities
 
-        At the start last_obs is 0 and all_last_action is -1.
+        At the start last_obs is 0. Who is out of sight has -1.
         """
         order = self.seat_order[seat].expand(*obs.shape[:-1], -1)  # (time, matches, seats, agents)
-        actions = all_last_action.unsqueeze(-2).expand_as(order).gather(-1, order)
+        actions = visible_last_action.gather(-1, order)
         actions = (actions.unsqueeze(-1) == self.actions).to(obs.dtype).flatten(-2)
         h = self.rnn(torch.cat((last_obs, actions), -1), h)
         x = F.relu(self.fc_obs(obs))
@@ -226,11 +227,10 @@ class OpponentModel(nn.Module):
         log_probs = F.log_softmax(x, -1)  # (time, matches, seats, others, actions)
         return log_probs.detach().exp().flatten(-2), h, log_probs
 
-    def unroll(self, obs, all_action, seat):
+    def unroll(self, obs, visible_last_action, seat):
         """The outputs of `forward` at all steps of episodes."""
         last_obs = torch.cat((torch.zeros_like(obs[:1]), obs[:-1]))
-        all_last_action = torch.cat((torch.full_like(all_action[:1], -1), all_action))
-        return self(obs, last_obs, all_last_action, seat, self.init_hidden(*seat.shape))
+        return self(obs, last_obs, visible_last_action, seat, self.init_hidden(*seat.shape))
 
 
 def greedy_action(q, avail):
@@ -277,8 +277,8 @@ class Player:
 
     def act(self, inputs, epsilon):
         obs = inputs.obs.unsqueeze(0)
-        last_obs, all_last_action = self.last_obs.unsqueeze(0), inputs.all_last_action.unsqueeze(0)
-        inferred, model_h, _ = self.learner.model(obs, last_obs, all_last_action, inputs.seat, self.model_h)
+        last_obs, last_actions = self.last_obs.unsqueeze(0), inputs.visible_last_action.unsqueeze(0)
+        inferred, model_h, _ = self.learner.model(obs, last_obs, last_actions, inputs.seat, self.model_h)
         q, h = self.agents(obs, inputs.last_action.unsqueeze(0), self.h, inputs.seat, inferred)
         self.h.copy_(h[0])
         self.model_h.copy_(model_h[0])
@@ -423,7 +423,7 @@ class Learner:
 
     def model_loss(self, batch, obs, last_action, steps_left):
         """(the Q-network's additional input at all steps, the opponent model's loss, `accuracy`'s arguments by head)"""
-        inferred, _, log_probs = self.model.unroll(obs, batch["all_action"][:-1], batch["seat"][0])
+        inferred, _, log_probs = self.model.unroll(obs, batch["visible_last_action"], batch["seat"][0])
         self.side_stream.join()  # the Q-network needs no more
         _, action, mask = self.others(batch, steps_left)
         loss = masked_mean(mask, -gather_q(log_probs[:-1], action))

@@ -111,7 +111,7 @@ from envs.metrics import code_metrics, last_alive_row, masked_mean, place_metric
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
-FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive")  # for learning and `analyse`
+FIELDS = ("obs", "avail", "alive", "action", "visible_last_action", "all_alive")  # for learning and `analyse`
 
 
 def check_args(args):
@@ -319,14 +319,14 @@ class OpponentModel(nn.Module):
     def init_hidden(self, matches, seats):
         return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
 
-    def forward(self, obs, last_obs, all_last_action, seat, h):
-        """obs and last_obs (time, matches, seats, obs_dim), all_last_action (time, matches, agents)
+    def forward(self, obs, last_obs, visible_last_action, seat, h):
+        """obs and last_obs (time, matches, seats, obs_dim), visible_last_action (time, matches, seats, agents)
         -> inferred subgoal, hidden states, (mean, log-variance)
 
-        At the start last_obs is 0 and all_last_action is -1.
+        At the start last_obs is 0. Who is out of sight has -1.
         """
         order = self.seat_order[seat].expand(*obs.shape[:-1], -1)  # (time, matches, seats, agents)
-        actions = all_last_action.unsqueeze(-2).expand_as(order).gather(-1, order)
+        actions = visible_last_action.gather(-1, order)
         actions = (actions.unsqueeze(-1) == self.actions).to(obs.dtype).flatten(-2)
         h = self.rnn(torch.cat((last_obs, actions), -1), h)
         x = F.relu(self.fc_obs(obs))
@@ -334,11 +334,10 @@ class OpponentModel(nn.Module):
         subgoal = sample(mean, log_variance) if self.args.inference == "cvae" and self.args.code == "sample" else mean
         return subgoal, h, (mean, log_variance)
 
-    def unroll(self, obs, all_action, seat):
+    def unroll(self, obs, visible_last_action, seat):
         """The outputs of `forward` at all steps of episodes."""
         last_obs = torch.cat((torch.zeros_like(obs[:1]), obs[:-1]))
-        all_last_action = torch.cat((torch.full_like(all_action[:1], -1), all_action))
-        return self(obs, last_obs, all_last_action, seat, self.init_hidden(*seat.shape))
+        return self(obs, last_obs, visible_last_action, seat, self.init_hidden(*seat.shape))
 
     def states(self, batch, obs):
         """What subgoals encode, (rows, matches, seats, features)."""
@@ -410,8 +409,8 @@ class Player:
 
     def act(self, inputs, epsilon):
         obs = inputs.obs.unsqueeze(0)
-        last_obs, all_last_action = self.last_obs.unsqueeze(0), inputs.all_last_action.unsqueeze(0)
-        subgoal, model_h, (mean, log_variance) = self.model(obs, last_obs, all_last_action, inputs.seat, self.model_h)
+        last_obs, last_actions = self.last_obs.unsqueeze(0), inputs.visible_last_action.unsqueeze(0)
+        subgoal, model_h, (mean, log_variance) = self.model(obs, last_obs, last_actions, inputs.seat, self.model_h)
         q, h = self.agents(obs, inputs.last_action.unsqueeze(0), self.h, inputs.seat, subgoal)
         self.subgoal = subgoal[0]
         self.outputs = {"mean": mean[0], "log_variance": log_variance[0]}
@@ -655,13 +654,13 @@ class Learner:
         """One step of the optimiser. On the GPU the opponent model's part runs on a second stream, backwards too."""
         inputs = self.inputs(batch)
         obs, last_action, _ = inputs
-        seat, all_action = batch["seat"][0], batch["all_action"][:-1]
+        seat, last_actions = batch["seat"][0], batch["visible_last_action"]
         h = self.agents.init_hidden(*seat.shape)
         with self.side_stream:
-            inferred = self.model.unroll(obs, all_action, seat)
+            inferred = self.model.unroll(obs, last_actions, seat)
             subgoals = [inferred[0] if self.args.q_gradient else inferred[0].detach()] * 2  # Q's, the target network's
             if not self.args.paper:
-                subgoals[1], *_ = self.target_model.unroll(obs, all_action, seat)
+                subgoals[1], *_ = self.target_model.unroll(obs, last_actions, seat)
         self.side_stream.join()
         with torch.set_grad_enabled(not self.mixing):  # the TD loss uses this unroll if no subgoal is replaced
             q, next_h = self.agents(obs, last_action, h, seat, subgoals[0])
@@ -710,7 +709,7 @@ def analyse(learner, episodes):
     inputs = learner.inputs(episodes)
     obs, last_action, steps_left = inputs
     seat = episodes["seat"][0]
-    subgoal, _, code = model.unroll(obs, episodes["all_action"][:-1], seat)
+    subgoal, _, code = model.unroll(obs, episodes["visible_last_action"], seat)
     metrics = code_metrics(episodes, steps_left, *code)
     if learner.args.subgoal_input != "state" and hasattr(env, "places"):
         metrics |= place_metrics(env, episodes, steps_left, *model.views(subgoal, obs), learner.args.selector)

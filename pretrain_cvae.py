@@ -66,7 +66,7 @@ from envs.metrics import masked_mean  # noqa: E402
 
 PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample", "q_gradient": False,
          "inference_weight": 1.0, "bootstrap_subgoal": "same", "pretrain_updates": 5000}  # fmt: skip
-FIELDS = ("obs", "alive", "all_action")
+FIELDS = ("obs", "alive", "visible_last_action")
 
 
 class Pretraining:
@@ -162,7 +162,7 @@ def cvae_loss(args, model, episodes, matches):
     """The CVAE's loss over some matches, with the next state as the subgoal."""
     episodes = {name: values[:, matches] for name, values in episodes.items()}
     obs = torch.where(episodes["mask"].unsqueeze(-1), episodes["obs"], 0.0)
-    subgoal, h, code = model.unroll(obs, episodes["all_action"][:-1], episodes["seat"][0])
+    subgoal, h, code = model.unroll(obs, episodes["visible_last_action"], episodes["seat"][0])
     state = model.states(episodes, obs)[1:]
     code, target = [values[:-1] for values in code], model.vae.encode(state)
     error, kl = model.errors(obs[:-1], subgoal[:-1], h[:-1], code, target, state)

@@ -148,6 +148,15 @@ def keep(m, lane, lanes, rule, game):
         game.final_state[m, column] = game.state[m, column]
 
 
+@scalar
+def observe_last_action(m, a, b, k, seen, rule, game):
+    """The last action of agent b, the k-th of a's others, one-hot: columns at the end of a's observation."""
+    first = rule.obs_dim - (rule.agents - 1 - k) * rule.actions
+    shown = seen and game.match[m, STEP] > 0
+    for action in range(rule.actions):
+        game.obs[m, a, first + action] = shown and game.last[m, b] == action
+
+
 # ---- the parts of the life cycle of an environment that is four functions of one match: templates too ----
 # The first lane plays the rules; all of them write what is seen.
 Simulation = namedtuple("Simulation", "match rule")
@@ -500,6 +509,19 @@ class Batch:
         """(num_envs, n_agents, agent_state_dim): here the global state and the agent's own observation."""
         obs, state = self._outputs["obs"], self._outputs["state"]
         return torch.cat((state.unsqueeze(1).expand(-1, self.n_agents, -1), obs), -1)
+
+    @property
+    def visible(self):
+        """(num_envs, n_agents, n_agents) which agents each of them sees now, itself included."""
+        return torch.ones((1, 1, 1), dtype=torch.bool, device=self.device).expand(self.num_envs, *2 * (self.n_agents,))
+
+    def _with_oneself(self, others):
+        """The same of all agents, true of oneself: `others` (num_envs, n_agents, n_agents - 1) in order."""
+        if self.n_agents == 1:
+            return Batch.visible.fget(self)
+        agent = torch.arange(self.n_agents, device=self.device)
+        place = (agent - (agent > agent.unsqueeze(1)).long()).clamp(max=self.n_agents - 2)
+        return others.gather(2, place.expand(self.num_envs, -1, -1)) | (agent == agent.unsqueeze(1))
 
     @property
     def about_others(self):

@@ -406,6 +406,10 @@ class Battle(Batch):
         named = {"x": X, "y": Y, "health": HEALTH, "shield": SHIELD, "cooldown": COOLDOWN, "energy": ENERGY}
         return {key: real[field] for key, field in named.items()}
 
+    @property
+    def visible(self):
+        return self._with_oneself(self.places(self.obs)[1][..., self.n_enemies :])
+
     def _about_others(self, column):
         return (column >= self._rule.friends_at) & (column < self._rule.self_at)
 

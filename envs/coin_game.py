@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from envs import batch
-from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
+from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, observe_last_action
 from envs.vector import draw, pick_bit, scalar
 
 RIGHT, LEFT, DOWN, UP, STAY = range(5)
@@ -26,7 +26,7 @@ IDS = {"coin_game": 3, "coin_game_5x5": 5}
 LIMITS = {"jaxmarl": 100, "lola": 150}
 MOST_CELLS = 16  # of a row
 
-Rule = namedtuple("Rule", (*RULE, "size", "lola", "patience"))
+Rule = namedtuple("Rule", (*RULE, "size", "lola", "patience", "obs_last_action"))
 Game = namedtuple("Game", (*TENSORS, "player", "coin", "since", "taken", "last", "earned", "payoff"))
 # player, coin: their cells; since: steps since the other last took a coin of this player's; taken: coins by player and
 # owner
@@ -137,6 +137,9 @@ def observe_one(m, lane, lanes, rule, game):
     for column in range(lane, numbers, lanes):
         game.obs[m, 0, column] = game.state[m, column] = shows(m, 0, column % 4, column // 4, game)
         game.obs[m, 1, column] = shows(m, 1, column % 4, column // 4, game)
+    if rule.obs_last_action:
+        for a in range(lane, 2, lanes):
+            observe_last_action(m, a, 1 - a, 0, True, rule, game)
     for k in range(lane, 2 * rule.actions, lanes):
         game.avail[m, k // rule.actions, k % rule.actions] = True
     for a in range(lane, 2, lanes):
@@ -213,6 +216,7 @@ class CoinGame(Batch):
         limit=None,
         payoffs=((1, 1, -2), (1, 1, -2)),
         patience=10,
+        obs_last_action=False,
         **common,
     ):
         size = IDS[name] if size is None else size
@@ -222,6 +226,7 @@ class CoinGame(Batch):
         batch.check_whole_number(f"{name}: size", size, 2, MOST_CELLS)
         for word, number in (("limit", limit), ("patience", patience)):
             batch.check_whole_number(f"{name}: {word}", number, 1, batch.MOST_STEPS)
+        batch.check_flag(f"{name}: obs_last_action", obs_last_action)
         payoff = batch.number_table(payoffs, (2, 3))
         if payoff is None:
             numbers = f"numbers from {-batch.MOST_REWARD:g} to {batch.MOST_REWARD:g}"
@@ -237,20 +242,20 @@ class CoinGame(Batch):
         simulation = dict.fromkeys(("player", "coin", "since", "last"), (whole, (num_envs, 2)))
         simulation |= {"taken": (whole, (num_envs, 2, 2)), "earned": (number, (num_envs, 2))}
         numbers = 4 * size * size
-        sizes = (len(self.actions_named), numbers, numbers + 1, limit)
+        sizes = len(self.actions_named), numbers + len(self.actions_named) * obs_last_action, numbers + 1, limit
         super().__init__(name, num_envs, ["player_0", "player_1"], sizes, simulation, **common)
         self._tables = {"payoff": payoff.to(self.device)}
         self.play(
             (reset_one, step_one, observe_one, act_one), Game, Rule, self.n_actions - 1, self._tables, lanes=8,
-            size=size, lola=int(rules == "lola"), patience=patience,
+            size=size, lola=int(rules == "lola"), patience=patience, obs_last_action=int(obs_last_action),
         )  # fmt: skip
 
     def _about_others(self, column):
-        return column % 4 == 1
+        return (column % 4 == 1) | (column >= 4 * self.size * self.size)
 
     def places(self, obs):
         """(row and column of the other player (..., 1, 2), whether it is there), read off observations."""
-        highest, cell = obs[..., 1::4].max(-1, keepdim=True)
+        highest, cell = obs[..., 1 : 4 * self.size * self.size : 4].max(-1, keepdim=True)
         return torch.stack((cell // self.size, cell % self.size), -1).to(obs.dtype), highest > 0.5
 
     def scene(self, index=0):

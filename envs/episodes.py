@@ -15,7 +15,8 @@ and may have
     per_match               a dictionary of tensors (matches, ...) that `reset` sets, to record once
     memory                  a dictionary of tensors that outlast a match, cleared by
     forget()                the others are new
-    fields                  the fields that `analyse(episodes)`, which returns metrics, needs
+    fields                  the fields that `analyse(episodes)`, which returns metrics, needs; with visible_last_action
+                            among them `Inputs` have it as well
     goals(env, seat)        predicted places to mark in a picture
     observe(action, over)   called after each step with everybody's actions (matches, n_agents) and which matches are
                             over (matches,)
@@ -56,6 +57,15 @@ class Inputs(NamedTuple):
     seat: torch.Tensor  # (matches, seats), which seats these are
     alive: torch.Tensor | None = None  # (matches, seats), in a match that goes on; None for team-mates
     match: torch.Tensor | None = None  # (matches,), which matches of the environment these are; None: all, in order
+    visible_last_action: torch.Tensor | None = None  # (matches, seats, n_agents), see `visible_last_action`
+
+
+def visible_last_action(visible, last_action):
+    """(matches, seats, n_agents): everybody's last action, as far as a seat sees them now; else, and at first, -1.
+
+    visible (matches, seats, n_agents), of `env.visible`; last_action (matches, n_agents)
+    """
+    return torch.where(visible, last_action.unsqueeze(1), -1).to(torch.int16)
 
 
 class Graphed:
@@ -146,10 +156,12 @@ class EpisodeRunner:
         self.player = player
         self.should_stop = None  # without arguments; asked in each step of a game that is not simulated
         self.invalid_rounds = 0  # in a row
+        self.last_action = torch.zeros_like(env.actions)
+        self.watches = "visible_last_action" in (*fields, *getattr(player, "fields", ()))  # what the others do
         recorded = [name for name in ("reward", *fields) if name not in ("policy", *self.per_match)]
         rows = round_up(env.episode_limit, CHUNK) + 1
         values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
-        values |= self.outputs
+        values |= self.outputs | self._watched()
         needed = rows * sum(values[name].nbytes for name in recorded)
         if needed > memory_of(env.device):
             raise MemoryError(f"a round of {env.num_envs} matches takes {needed / 2**30:.0f} GiB: play fewer at a time")
@@ -160,7 +172,6 @@ class EpisodeRunner:
             self.episodes["policy"] = team.policy_id.unsqueeze(0)
         self.episodes |= {name: values.unsqueeze(0) for name, values in self.per_match.items()}
         self.epsilon = torch.zeros((), device=env.device)
-        self.last_action = torch.zeros_like(env.actions)
         self.running = torch.zeros_like(env.terminated)
         self.lengths = torch.zeros_like(env.actions[:, 0])
         self.team_last_action = torch.zeros_like(env.actions) if env.encounters > 1 else self.last_action
@@ -182,6 +193,12 @@ class EpisodeRunner:
                 fields[name] = self.team.select(values[name])
                 fields[f"all_{name}"] = values[name]
         return fields
+
+    def _watched(self):
+        """The others' last actions that can be seen now, where they are wanted."""
+        if not self.watches:
+            return {}
+        return {"visible_last_action": visible_last_action(self.team.select(self.env.visible), self.last_action)}
 
     @property
     def outputs(self):
@@ -211,6 +228,7 @@ class EpisodeRunner:
             all_last_action=self.last_action,
             seat=self.team.learner_seats,
             alive=self.running.unsqueeze(1) & select(self.env.info["alive"]),
+            **self._watched(),
         )
         action = self.player.act(inputs, self.epsilon)
         action = self.team.joint_action(action, self.team_last_action)
@@ -221,7 +239,7 @@ class EpisodeRunner:
         for row in range(CHUNK):
             action, obs, reward, terminated, truncated, info = self._step()
             fields = self._fields(action=action, reward=reward, terminated=terminated, obs=obs, **info)
-            self._record(self.chunk, row, fields | self.outputs)
+            self._record(self.chunk, row, fields | self.outputs | self._watched())
             self.lengths += self.running
             self.running &= ~(terminated | truncated)
 
@@ -270,7 +288,7 @@ class EpisodeRunner:
         self.last_action.fill_(-1)
         self.team_last_action.fill_(-1)
         self.epsilon.fill_(epsilon)
-        self._record(self.episodes, 0, self._fields(obs=obs, **info))
+        self._record(self.episodes, 0, self._fields(obs=obs, **info) | self._watched())
         for t in range(0, self.env.episode_limit, CHUNK):
             self.play_chunk()
             for name, values in self.chunk.items():

@@ -12,7 +12,19 @@ import numpy as np
 import torch
 
 from envs import batch
-from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, available_action
+from envs.batch import (
+    EPISODE,
+    KEY,
+    LOOK,
+    RULE,
+    RUNNING,
+    STAGE,
+    STEP,
+    TENSORS,
+    Batch,
+    available_action,
+    observe_last_action,
+)  # fmt: skip
 from envs.vector import draw, scalar
 
 NONE, NORTH, SOUTH, WEST, EAST, LOAD = range(6)
@@ -45,7 +57,7 @@ IDS = (
 Rule = namedtuple(
     "Rule",
     (*RULE, "foods", "rows", "cols", "sight", "coop", "max_level", "max_food", "penalty", "prosocial", "patience")
-    + ("one_hot", "rows_seen", "cols_seen", "player_sight"),
+    + ("one_hot", "rows_seen", "cols_seen", "player_sight", "obs_last_action"),
 )
 Forage = namedtuple(
     "Forage",
@@ -301,6 +313,11 @@ def observe_one(m, lane, lanes, rule, game):
         else:
             game.obs[m, a, at], game.obs[m, a, at + 1] = row, col
         game.obs[m, a, at + width - 1] = level
+    if rule.obs_last_action:
+        for item in range(lane, rule.agents * (rule.agents - 1), lanes):
+            a, k = item // (rule.agents - 1), item % (rule.agents - 1)
+            b = k + (k >= a)
+            observe_last_action(m, a, b, k, sees_player(m, a, b, rule, game), rule, game)
     for f in range(lane, rule.foods, lanes):
         there, at = game.food[m, f] > 0, 3 * f
         game.state[m, at] = game.food_row[m, f] if there else GONE
@@ -476,6 +493,7 @@ class Foraging(Batch):
         prosocial=None,
         one_hot=None,
         player_sight=LONGEST,
+        obs_last_action=False,
         **common,
     ):
         stage = name == ORDERS_ID
@@ -487,7 +505,9 @@ class Foraging(Batch):
         batch.check_whole_number(f"{name}: player_sight", player_sight, 0, LONGEST)
         batch.check_flag(f"{name}: prosocial", prosocial)
         batch.check_flag(f"{name}: one_hot", one_hot)
+        batch.check_flag(f"{name}: obs_last_action", obs_last_action)
         self.rows, self.cols, self.foods, self.sight, self.one_hot = rows, cols, foods, sight, one_hot
+        self.player_sight = player_sight
         most_food = foods * 3 * MOST_LEVELS
         self.ranges = {"row": (0, rows - 1), "col": (0, cols - 1), "level": (0, MOST_LEVELS), "food_row": (0, rows - 1),
                        "food_col": (0, cols - 1), "food": (0, 3 * MOST_LEVELS), "spawned": (0, most_food),
@@ -496,35 +516,35 @@ class Foraging(Batch):
         self.team_reward, self.default_others = prosocial, ORDERS if coop else HEURISTICS
         highest = 1 if lowest else max_player_level * min(agents, 3)
         self._window = min(2 * sight + 1, rows), min(2 * sight + 1, cols)  # rows and columns in view, at most
-        slots = foods + agents
+        slots, shown_actions = foods + agents, (agents - 1) * len(ACTIONS) * obs_last_action
         self._width = sum(self._window) + 1 if one_hot else 3  # numbers of a food or player in an observation
         whole, number = torch.int32, torch.float32
         players, places = (whole, (num_envs, agents)), (whole, (num_envs, foods))
         super().__init__(
             name, num_envs, [f"player_{a}" for a in range(agents)],
-            (len(ACTIONS), slots * self._width, 3 * slots + 1, limit),
+            (len(ACTIONS), slots * self._width + shown_actions, 3 * slots + 1, limit),
             {"row": players, "col": players, "level": players, "food_row": places, "food_col": places, "food": places,
              "spawned": (whole, (num_envs,)), "last": players, "bumped": (torch.bool, (num_envs, agents)),
              "tries": (whole, (num_envs, agents, foods)), "earned": (number, (num_envs, agents))}, **common,
         )  # fmt: skip
-        self._set_spaces(highest, max_player_level)
+        self._set_spaces(highest, max_player_level, shown_actions)
         room = {key: torch.zeros((num_envs, agents), dtype=whole, device=self.device) for key in ("to_row", "to_col")}
         self.play(
             (reset_one, step_one, observe_one, act_one), Forage, Rule, NONE, room, LANES,
             foods=foods, rows=rows, cols=cols, sight=sight, coop=int(coop), max_level=max_player_level,
             max_food=int(lowest), penalty=np.float32(penalty), prosocial=int(prosocial),
             patience=NEVER if patience is None else patience, one_hot=int(one_hot), rows_seen=self._window[0],
-            cols_seen=self._window[1], player_sight=player_sight,
+            cols_seen=self._window[1], player_sight=player_sight, obs_last_action=int(obs_last_action),
         )  # fmt: skip
 
-    def _set_spaces(self, highest_food, highest_player):
+    def _set_spaces(self, highest_food, highest_player, shown_actions):
         """The package's observations are rows, columns and levels as they are, not numbers from -1 to 1."""
         rows, cols = self._window
         least, most = [-1, -1], [rows - 1, cols - 1]
         if self.one_hot:
             least, most = [0] * (rows + cols), [1] * (rows + cols)
-        low = [*least, 0] * (self.foods + self.n_agents)
-        high = [*most, highest_food] * self.foods + [*most, highest_player] * self.n_agents
+        low = [*least, 0] * (self.foods + self.n_agents) + [0] * shown_actions
+        high = [*most, highest_food] * self.foods + [*most, highest_player] * self.n_agents + [1] * shown_actions
         low, high = (np.tile(np.float32(bound), (self.n_agents, 1)) for bound in (low, high))
         self.single_observation_space = gymnasium.spaces.Box(low, high, dtype=np.float32)
 
@@ -567,6 +587,18 @@ class Foraging(Batch):
             raise ValueError(f"{name} are whole numbers from {least} to {most}")
         return values.long()
 
+    @property
+    def visible(self):
+        if max(self.rows, self.cols) <= min(self.sight, self.player_sight):
+            return super().visible
+        seen = None
+        for key in ("row", "col"):  # as `sees_player` has it
+            own, other = self._simulation[key].unsqueeze(2), self._simulation[key].unsqueeze(1)
+            place = torch.where(own > self.sight, other - own + self.sight, other)
+            near = (place >= 0) & (place <= 2 * self.sight) & ((other - own).abs() <= self.player_sight)
+            seen = near if seen is None else seen & near
+        return seen
+
     def _about_others(self, column):
         return column // self._width > self.foods
 
@@ -575,7 +607,8 @@ class Foraging(Batch):
 
         Rows and columns are counted from `origin`.
         """
-        others = obs.unflatten(-1, (-1, self._width))[..., self.foods + 1 :, :]
+        slots = obs[..., : (self.foods + self.n_agents) * self._width].unflatten(-1, (-1, self._width))
+        others = slots[..., self.foods + 1 :, :]
         place = others[..., :2]
         if self.one_hot:
             rows, cols = others[..., :-1].split(self._window, -1)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from envs import batch
-from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
+from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, observe_last_action
 from envs.vector import draw, scalar, uniform
 
 NONE, LEFT, RIGHT, DOWN, UP = range(5)
@@ -37,7 +37,8 @@ CORNER, INSIDE = 0.55, 0.8  # where prey turn on their rounds, and how far out t
 
 Rule = namedtuple(
     "Rule",
-    (*RULE, "predators", "prey", "obstacles", "velocity_first", "hidden", "predator_radius", "prey_radius", "area"),
+    (*RULE, "predators", "prey", "obstacles", "velocity_first", "hidden", "predator_radius", "prey_radius", "area")
+    + ("view_dim", "obs_last_action"),
 )
 Tag = namedtuple("Tag", (*TENSORS, "place", "velocity", "force", "last", "earned", "touches", "goal", "alarmed"))
 # place: of agents and obstacles; goal: the agent that a loyal predator follows, the corner that a prey on its rounds
@@ -275,17 +276,27 @@ def seen_from_near(m, a, column, number, rule, game):
 
 
 @scalar
+def sees_agent(m, a, b, rule, game):
+    x, y = game.place[m, b, 0] - game.place[m, a, 0], game.place[m, b, 1] - game.place[m, a, 1]
+    return rule.hidden == 0 or (abs(x) <= VIEW and abs(y) <= VIEW)
+
+
+@scalar
 def observe_one(m, lane, lanes, rule, game):
     for a in range(rule.agents):
         predator = a < rule.predators
-        start = a * rule.obs_dim - (0 if predator else 2 * (a - rule.predators))
-        for column in range(lane, rule.obs_dim, lanes):
+        start = a * rule.view_dim - (0 if predator else 2 * (a - rule.predators))
+        for column in range(lane, rule.view_dim, lanes):
             number = seen(m, a, column, rule, game)
-            if predator or column < rule.obs_dim - 2:  # a prey has one less to see the velocity of: padded with zeros
+            if predator or column < rule.view_dim - 2:  # a prey has one less to see the velocity of: padded with zeros
                 game.state[m, start + column] = number
             if rule.hidden == 1 and not predator:
                 number = seen_from_near(m, a, column, number, rule, game)
             game.obs[m, a, column] = number
+        if rule.obs_last_action:
+            for k in range(lane, rule.agents - 1, lanes):
+                b = k + (k >= a)
+                observe_last_action(m, a, b, k, predator or sees_agent(m, a, b, rule, game), rule, game)
         for action in range(lane, rule.actions, lanes):
             game.avail[m, a, action] = True
     for a in range(lane, rule.agents, lanes):
@@ -443,6 +454,7 @@ class PredatorPrey(Batch):
         limit=None,
         velocity_first=None,
         learner=None,
+        obs_last_action=False,
         **common,
     ):
         hidden = name == "popp"
@@ -467,16 +479,18 @@ class PredatorPrey(Batch):
         self.obs_bound = -HIDDEN if hidden else 2.1 + 2 * limit * TIME_STEP * 1.3  # nobody is faster than 1.3
         velocity_first = hidden if velocity_first is None else velocity_first
         batch.check_flag(f"{name}: velocity_first", velocity_first)
+        batch.check_flag(f"{name}: obs_last_action", obs_last_action)
         far = 2 * FARTHEST + limit  # nobody gets farther from where it was put
         goals = torch.tensor([agents - 1] * predators + [3] * prey)
         self.ranges = {"place": (-far, far), "velocity": (-far, far), "last": (NONE, UP), "goal": (0, goals),
                        "touches": (0, predators * prey * limit), "alarmed": (0, 1)}  # fmt: skip
         real, whole = torch.float64, torch.int32
-        obs_dim = 4 + 2 * (obstacles + agents - 1 + prey)
+        view_dim = 4 + 2 * (obstacles + agents - 1 + prey)
+        obs_dim = view_dim + (agents - 1) * len(ACTIONS) * obs_last_action
         super().__init__(
             name, num_envs,
             [*(f"predator_{a}" for a in range(predators)), *(f"prey_{a}" for a in range(prey))],
-            (len(ACTIONS), obs_dim, agents * obs_dim - 2 * prey, limit),
+            (len(ACTIONS), obs_dim, agents * view_dim - 2 * prey, limit),
             {"place": (real, (num_envs, agents + obstacles, 2)), "velocity": (real, (num_envs, agents, 2)),
              "last": (whole, (num_envs, agents)), "earned": (torch.float32, (num_envs, agents)),
              "touches": (whole, (num_envs,)), "goal": (whole, (num_envs, agents)),
@@ -487,7 +501,7 @@ class PredatorPrey(Batch):
             (reset_one, step_one, observe_one, act_one), Tag, Rule, NONE, self._room, lanes=4,
             predators=predators, prey=prey, obstacles=obstacles, velocity_first=int(velocity_first),
             hidden=int(hidden), predator_radius=0.07 if hidden else 0.075, prey_radius=0.07 if hidden else 0.05,
-            area=start,
+            area=start, view_dim=view_dim, obs_last_action=int(obs_last_action),
         )  # fmt: skip
 
     def set_world(self, places=None, velocities=None, obstacles=None):
@@ -526,6 +540,15 @@ class PredatorPrey(Batch):
             "vx": velocity[..., 0],
             "vy": velocity[..., 1],
         }
+
+    @property
+    def visible(self):
+        if not self.hidden:
+            return super().visible
+        place = self._simulation["place"][:, : self.n_agents]
+        near = ((place.unsqueeze(1) - place.unsqueeze(2)).abs() <= VIEW).all(-1)
+        near[:, : self.predators] = True
+        return near
 
     def _about_others(self, column):
         return column >= 4 + 2 * self.obstacles

@@ -4,13 +4,14 @@ One match is scalar code on arrays indexed by match m and player a. Cells are nu
 the rules in words.
 """
 
+import math
 from collections import namedtuple
 
 import numpy as np
 import torch
 
 from envs import batch
-from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
+from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, observe_last_action
 from envs.vector import draw, pick_bit, scalar
 
 UP, DOWN, LEFT, RIGHT, STAY, REMOVE = range(6)
@@ -22,7 +23,7 @@ FOR_PLAYER, FOR_DRIFT, FOR_ACTION = range(3)  # what a random number is for
 IDS = {"snowdrift": 8, "snowdrift_4x4": 4}
 MOST_CELLS, MOST_PLAYERS = 64, 16  # of a row; of a match
 
-Rule = namedtuple("Rule", (*RULE, "size", "drifts", "gain", "cost"))
+Rule = namedtuple("Rule", (*RULE, "size", "drifts", "gain", "cost", "obs_last_action"))
 Game = namedtuple("Game", (*TENSORS, "player", "drift", "left", "removed", "last", "earned"))
 # player: cells; drift: of each cell, whether it has one; left: drifts; removed: how many a player has had a part in
 
@@ -110,6 +111,10 @@ def observe_one(m, lane, lanes, rule, game):
             if a == 0:
                 game.state[m, column] = shown
             channel += lanes
+        if rule.obs_last_action:
+            for k in range(lane, rule.agents - 1, lanes):
+                b = a + 1 + k if a + 1 + k < rule.agents else a + 1 + k - rule.agents
+                observe_last_action(m, a, b, k, True, rule, game)
         for action in range(lane, len(ACTIONS), lanes):
             game.avail[m, a, action] = action != REMOVE or game.drift[m, game.player[m, a]] == 1
     for a in range(lane, rule.agents, lanes):
@@ -176,6 +181,7 @@ class Snowdrift(Batch):
         limit=50,
         gain=6.0,
         cost=4.0,
+        obs_last_action=False,
         **common,
     ):
         size = IDS[name] if size is None else size
@@ -184,6 +190,7 @@ class Snowdrift(Batch):
         batch.check_whole_number(f"{name}: size", size, 1, MOST_CELLS)
         batch.check_whole_number(f"{name}: drifts", drifts, 1, size * size)
         batch.check_whole_number(f"{name}: limit", limit, 1, batch.MOST_STEPS)
+        batch.check_flag(f"{name}: obs_last_action", obs_last_action)
         batch.check_number(f"{name}: gain", gain, -batch.MOST_REWARD, batch.MOST_REWARD)
         batch.check_number(f"{name}: cost", cost, -batch.MOST_REWARD, batch.MOST_REWARD)
         self.size, self.drifts, self.return_scale = size, drifts, drifts * max(abs(gain), abs(cost)) or 1.0
@@ -198,11 +205,12 @@ class Snowdrift(Batch):
         numbers = size * size * (agents + 2)
         self.grid = (size, size, agents + 2)
         names = [f"player_{a}" for a in range(agents)]
-        sizes = (len(ACTIONS), numbers, numbers + 1, limit)
+        sizes = len(ACTIONS), numbers + (agents - 1) * len(ACTIONS) * obs_last_action, numbers + 1, limit
         super().__init__(name, num_envs, names, sizes, simulation, **common)
         self.play(
             (reset_one, step_one, observe_one, act_one), Game, Rule, STAY,
             size=size, drifts=drifts, gain=np.float32(gain), cost=np.float32(cost),
+            obs_last_action=int(obs_last_action),
         )  # fmt: skip
 
     def goal_reached(self, action, left, over):
@@ -214,11 +222,11 @@ class Snowdrift(Batch):
 
     def _about_others(self, column):
         channel = column % (self.n_agents + 2)
-        return (channel > 0) & (channel < self.n_agents)
+        return (channel > 0) & (channel < self.n_agents) | (column >= math.prod(self.grid))
 
     def places(self, obs):
         """(row and column of every other player (..., others, 2), whether it is there), read off observations."""
-        grid = obs.unflatten(-1, (-1, self.n_agents + 2))
+        grid = obs[..., : math.prod(self.grid)].unflatten(-1, (-1, self.n_agents + 2))
         highest, cell = grid[..., 1 : self.n_agents].max(-2)
         return torch.stack((cell // self.size, cell % self.size), -1).to(obs.dtype), highest > 0.5
 

@@ -471,6 +471,16 @@ class StagHunt(Batch):
         """
         return torch.where(left & (action >= HUNT_STAG), action - HUNT_STAG, -1)
 
+    @property
+    def visible(self):
+        cell = self._simulation["hunter"]
+        here, near = cell != GONE, torch.ones_like(cell, dtype=torch.bool).unsqueeze(2)
+        if self.view_radius is not None:
+            row, column = cell // self.width, cell % self.width
+            near = torch.maximum(*((x.unsqueeze(2) - x.unsqueeze(1)).abs() for x in (row, column))) <= self.view_radius
+        myself = torch.eye(self.n_agents, dtype=torch.bool, device=self.device)
+        return near & here.unsqueeze(1) & here.unsqueeze(2) | myself
+
     def _about_others(self, column):
         numbers, channel = self.height * self.width * (self.n_agents + 3), column % (self.n_agents + 3)
         return torch.where(

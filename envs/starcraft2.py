@@ -147,6 +147,11 @@ class StarCraft2(ProcessBatch):
         except GameLost as loss:
             raise RuntimeError(f"{self.name}: no replay of game {index}: {loss}") from None
 
+    @property
+    def visible(self):
+        allies = self.obs[..., : self.obs_dim - self._own_width][..., -(self.n_agents - 1) * self._ally_width :]
+        return self._with_oneself(allies.unflatten(-1, (-1, self._ally_width))[..., 0] > 0)
+
     def _about_others(self, column):
         own_at = self.obs_dim - self._own_width
         return (column < own_at) & (column >= own_at - (self.n_agents - 1) * self._ally_width)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from envs import checkpoints
-from envs.episodes import Inputs, load_player, preserved_rng
+from envs.episodes import Inputs, load_player, preserved_rng, visible_last_action
 
 GROUP = re.compile(r"(\d+)([A-Za-z_]+)")
 
@@ -304,7 +304,10 @@ class RunPlayer:
         last_action = last_action[self.match]
         self.player.reset((last_action < 0).all(1))
         obs, avail = self.env.obs[self.match], self.env.info["avail"][self.match]
-        inputs = Inputs(obs, avail, last_action, last_action, self.seats, match=self.match)
+        watched = {}
+        if "visible_last_action" in getattr(self.player, "fields", ()):
+            watched["visible_last_action"] = visible_last_action(self.env.visible[self.match], last_action)
+        inputs = Inputs(obs, avail, last_action, last_action, self.seats, match=self.match, **watched)
         return self.player.act(inputs, 0.0)[self.row]
 
 

@@ -79,6 +79,9 @@ def random_batch(env, lengths=LENGTHS, seats=SEATS, deaths=DEATHS, latent_dim=4,
         batch["all_alive"][row:, match, agent] = False
     for name in ("action", "alive", "obs"):
         batch[name] = torch.stack([batch[f"all_{name}"][:, m, seats[m]] for m in range(matches)], 1)
+    last_action = torch.cat((torch.full((1, matches, env.n_agents), -1), batch["all_action"][:-1]))
+    seen = (normal(learners, env.n_agents) > -0.5) | (seats.unsqueeze(-1) == torch.arange(env.n_agents))
+    batch["visible_last_action"] = torch.where(seen, last_action.unsqueeze(2), -1)
     return batch
 
 
@@ -187,9 +190,9 @@ def seat_order(env, seat):
 
 
 def past_inputs(learner, data, m, place, t):
-    """What a model that knows everybody's actions reads of the step before t."""
+    """What a model that knows everybody's actions, as far as they can be seen, reads of the step before t."""
     env, order = learner.env, seat_order(learner.env, int(data["seat"][0, m, place]))
-    actions = [one_hot(data["all_action"][t - 1, m, a] if t else -1, env.n_actions) for a in order]
+    actions = [one_hot(data["visible_last_action"][t, m, place, a], env.n_actions) for a in order]
     return np.concatenate((data["obs"][t - 1, m, place] if t else np.zeros(env.obs_dim), *actions))
 
 

@@ -43,9 +43,9 @@ COPIES = {
         ),
         ("self.code(F.relu(self.fc1(", "self.code(self.extra(self.fc1("),
         (
-            "    def unroll(self, obs, all_action, seat):",
+            "    def unroll(self, obs, visible_last_action, seat):",
             "    def extra(self, x):\n        return F.relu(self.fc_extra(F.relu(x)))\n\n"
-            "    def unroll(self, obs, all_action, seat):",
+            "    def unroll(self, obs, visible_last_action, seat):",
         ),
     ),
 }  # name -> the script that it is a copy of, and changes

@@ -179,7 +179,7 @@ def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
         episodes = runner.selection()
         obs, _, _ = learner.inputs(episodes)
         with torch.no_grad():
-            *_, log_policy = model.unroll(obs, episodes["all_action"][:-1], episodes["seat"][0], evidence)
+            *_, log_policy = model.unroll(obs, episodes["visible_last_action"], episodes["seat"][0], evidence)
         alive = episodes["alive"].clone()
         for match, length in enumerate(lengths.tolist()):
             alive[length:, match] = False

@@ -20,7 +20,7 @@ import envs
 import omg_iql
 import pretrain_cvae
 from envs import checkpoints
-from envs.episodes import EpisodeRunner, SideStream, load_runner
+from envs.episodes import EpisodeRunner, SideStream, load_runner, visible_last_action
 from envs.metrics import exchanged, halves, hit_ratio, last_alive_row, linear_probe, place_errors, usage
 from envs.team import Team
 
@@ -389,10 +389,10 @@ def test_losses_are_the_models_and_the_q_networks_one_after_the_other(options):
     def by_hand(learner):
         inputs, seat = learner.inputs(batch), batch["seat"][0]
         obs, last_action, _ = inputs
-        inferred = learner.model.unroll(obs, batch["all_action"][:-1], seat)
+        inferred = learner.model.unroll(obs, batch["visible_last_action"], seat)
         h = learner.agents.init_hidden(*seat.shape)
         with torch.no_grad():
-            averaged = learner.target_model.unroll(obs, batch["all_action"][:-1], seat)
+            averaged = learner.target_model.unroll(obs, batch["visible_last_action"], seat)
             subgoals = [inferred[0], averaged[0]]
             _, hidden = learner.agents(obs, last_action, h, seat, subgoals[0])
         subgoals, model_loss, model_logs = learner.model_loss(batch, inputs, hidden, inferred, subgoals)
@@ -455,8 +455,8 @@ def test_of_the_others_only_their_actions_matter():
     changed = {**batch, "all_alive": batch["all_alive"].clone()}
     changed["all_alive"][2:, :, 0] = False
     assert_unchanged(learner, batch, changed)
-    changed["all_action"] = batch["all_action"].clone()
-    changed["all_action"][2, :, 0] = (changed["all_action"][2, :, 0] + 1) % 4
+    changed["visible_last_action"] = batch["visible_last_action"].clone()
+    changed["visible_last_action"][3, ..., 0] = (changed["visible_last_action"][3, ..., 0] + 1) % 4
     assert gradients(learner, batch, 1)[0] != gradients(learner, changed, 1)[0]
 
 
@@ -472,7 +472,9 @@ def test_last_actions_are_in_the_order_of_the_observation(name, env_id):
     obs, seats, inputs = team.select(obs), team.learner_seats, []
     model = SCRIPTS[name].OpponentModel(SCRIPTS[name].Args(), env)
     model.rnn.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-    model(obs.unsqueeze(0), obs.unsqueeze(0), last_action.unsqueeze(0), seats, model.init_hidden(*seats.shape))
+    seen = visible_last_action(team.select(env.visible), last_action).unsqueeze(0)
+    assert seen[0].equal(last_action.unsqueeze(1).expand_as(seen[0]).short())  # everybody is near enough
+    model(obs.unsqueeze(0), obs.unsqueeze(0), seen, seats, model.init_hidden(*seats.shape))
     actions = inputs[0][0, ..., env.obs_dim :].unflatten(-1, (env.n_agents, env.n_actions))
     if env_id == "8m":
         rule = env._rule
@@ -508,7 +510,7 @@ def test_acting_infers_and_values_as_the_unroll_of_training(env_id, team):
         seat, action = episodes["seat"][0], episodes["action"][: steps - 1]
         acted, subgoals = (torch.stack(values) for values in zip(*steps_taken[:steps]))
         with torch.no_grad():
-            _, _, (mean, log_variance) = learner.model.unroll(episodes["obs"], episodes["all_action"][:-1], seat)
+            _, _, (mean, log_variance) = learner.model.unroll(episodes["obs"], episodes["visible_last_action"], seat)
             last_action = torch.cat((torch.full_like(action[:1], -1), action))
             q, _ = agents(episodes["obs"][:steps], last_action, agents.init_hidden(*seat.shape), seat, subgoals)
         assert steps > 3 and acted.std() > 0.01 and mean.std() > 0.01
@@ -543,7 +545,7 @@ def test_by_default_nothing_is_drawn_but_what_is_mixed():
     inferred, mixed, *again = read
     assert torch.equal(inferred, again[0]) and torch.equal(mixed, again[1]) and not torch.equal(inferred, mixed)
     inputs = learner.inputs(batch)
-    _, _, (mean, _) = learner.model.unroll(inputs[0], batch["all_action"][:-1], batch["seat"][0])
+    _, _, (mean, _) = learner.model.unroll(inputs[0], batch["visible_last_action"], batch["seat"][0])
     torch.testing.assert_close(inferred, mean)
     codes, _ = learner.model.vae.encode(inputs[0][..., env.about_others])
     torch.testing.assert_close(mixed[:30], codes[2:32])  # --selector 2

@@ -209,7 +209,8 @@ def test_what_is_recorded_behind_the_end_of_an_episode_does_not_matter(name, opt
     if name == "omg_iql":
         learner.mix_probability.fill_(0.5)
     rows, corrupted = torch.arange(len(batch["obs"])).unsqueeze(1), dict(batch)
-    for key in ("obs", "all_obs", "state", "avail", "alive", "all_alive"):  # recorded after the last step too
+    for key in ("obs", "all_obs", "state", "avail", "alive", "all_alive", "visible_last_action"):
+        # recorded after the last step too
         corrupted[key] = corrupt(batch, key, rows > batch["lengths"], garbage)
     for key in ("reward", "action", "all_action", "terminated", "mean", "log_variance"):
         corrupted[key] = corrupt(batch, key, rows >= batch["lengths"], garbage)
@@ -244,9 +245,6 @@ def test_actions_and_observations_of_dead_others_are_no_targets(name, garbage):
     env = env_spec()
     deaths = [(0, 0, 3), (1, 0, 2), (2, 1, 1), (3, 1, 4)]
     learner, batch = random_learner(name, env), random_batch(env, seats=((1,), (2,), (0,), (2,)), deaths=deaths)
-    if name in ("naive_om_iql", "belief_iql"):  # the same past as before: targets alone differ
-        unroll = learner.model.unroll
-        learner.model.unroll = lambda obs, _, *rest: unroll(obs, batch["all_action"][:-1], *rest)
     fields = ("all_obs", "all_action")
     assert_unchanged(learner, batch, batch | {key: corrupt(batch, key, ~batch["all_alive"], garbage) for key in fields})
     of_living = batch | {"all_action": corrupt(batch, "all_action", batch["all_alive"], garbage)}
