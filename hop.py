@@ -341,7 +341,7 @@ class Search:
         expands = ~self.over.gather(0, leaf) & (level < args.depth)
         # step
         row = (leaf * len(self.tree) + self.tree).flatten()
-        env.load(self.flat_states, row, look=False)
+        env.load(self.flat_states, row, look=False, same_chance=True)  # in a tree chance, too, is one scenario
         reward, over = self.step(action.T, self.others_log_probs.flatten(0, 1)[row])
         earned = earned + args.gamma**level * reward
         self.add_node(level + 1, earned, over)

@@ -596,16 +596,29 @@ class Batch:
         state = {name: tensor.movedim(self.match_axis.get(name, 0), 0) for name, tensor in self._simulation.items()}
         return state | {name: self._outputs[name] for name in ("avail", "alive")}
 
-    def load(self, state, rows, look=True):
+    def load(self, state, rows, look=True, same_chance=False):
         """Copies matches `rows` (num_envs,) of such a `state` into this batch, on the device and without a check.
 
-        With look=False what is seen follows with the next step only.
+        Every copy goes on with a random stream of its own; with same_chance=True with that of the match, whose future
+        it then foretells. With look=False what is seen follows with the next step only.
         """
         for name, tensor in self.match_state().items():
             torch.index_select(state[name], 0, rows, out=tensor)
         self._started = True
         if look:
             self._run(LOOK)
+        if not same_chance:
+            self._draw_anew()
+
+    def _draw_anew(self):
+        """New random streams, by the ones before, the time and the place in this batch: no state, no host, no order."""
+        match = self._simulation["match"]
+        scramble = getattr(vector.scramble, "py_func", vector.scramble)
+        words = torch.arange(2, device=self.device).unsqueeze(1)  # (2, 1): a key has two, of 32 bits
+        place = torch.arange(self.num_envs, device=self.device)
+        for number in (match[:, KEY], match[:, KEY] >> 32, match[:, EPISODE], match[:, STEP], place + 1):
+            words = scramble(((words + number) * 0x9E3779B9) & 0xFFFFFFFF)
+        match[:, KEY] = ((words[0] >> 1) << 32) | words[1]
 
     def _put(self, snapshot):
         for key, tensor in {**self._simulation, **self._outputs}.items():

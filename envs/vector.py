@@ -61,7 +61,8 @@ def root(value):
 
 
 @scalar
-def _scramble(h):
+def scramble(h):
+    """Another 32-bit integer for each."""
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     h = ((h ^ (h >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return h ^ (h >> 16)
@@ -73,11 +74,11 @@ def draw(key, a, b, c):
 
     The key has up to 63 bits, the others 32.
     """
-    h = _scramble(int(key) & 0xFFFFFFFF)
-    h = _scramble((h + (int(key) >> 32) * 0x9E3779B9) & 0xFFFFFFFF)
-    h = _scramble((h + int(a) * 0x85EBCA6B) & 0xFFFFFFFF)
-    h = _scramble((h + int(b) * 0xC2B2AE35) & 0xFFFFFFFF)
-    return _scramble((h + int(c) * 0x27D4EB2F) & 0xFFFFFFFF)
+    h = scramble(int(key) & 0xFFFFFFFF)
+    h = scramble((h + (int(key) >> 32) * 0x9E3779B9) & 0xFFFFFFFF)
+    h = scramble((h + int(a) * 0x85EBCA6B) & 0xFFFFFFFF)
+    h = scramble((h + int(b) * 0xC2B2AE35) & 0xFFFFFFFF)
+    return scramble((h + int(c) * 0x27D4EB2F) & 0xFFFFFFFF)
 
 
 @scalar

@@ -13,6 +13,7 @@ from test_runs import assert_same_run
 import envs
 import hop
 from envs import play
+from envs.batch import KEY
 from envs.episodes import EpisodeRunner, Inputs, load_player
 from envs.team import Team
 
@@ -73,11 +74,51 @@ def test_a_copy_of_a_match_goes_on_like_the_match(env_id, device):
     stored = {name: values.clone() for name, values in env.match_state().items()}
     actions = env.scripted_actions(env.policies[0]).clone()
     _, reward, terminated, *_ = env.step(actions)
-    copies.load(stored, rows, look=False)
+    copies.load(stored, rows, look=False, same_chance=True)
     _, again, ended, *_ = copies.step(actions[rows])
     going_on = env.info["encounter"][rows] == 0  # a match of a copy ends; the other goes on with the next one
     assert torch.equal(again, reward[rows]) and torch.equal(ended[going_on], terminated[rows][going_on])
     assert torch.equal(copies.obs[going_on], env.obs[rows][going_on])
+
+
+@EVERY_DEVICE
+@pytest.mark.parametrize(("env_id", "drawn"), [("coin_game", "coin"), ("kuhn", "card")])
+def test_copies_do_not_foretell_what_chance_brings(env_id, drawn, device):
+    """After the same actions the copies' coins and cards are spread over all there are, whatever the match's are."""
+    env = envs.make(env_id, 2, device, seed=3, check=False)
+    env.reset()
+    rows = torch.arange(6000, device=device) % 2
+    copies, again, keys = env.fork(6000), env.fork(6000), []
+    preference = torch.rand(20, env.n_agents, env.n_actions, device=device) + 0.1
+    for t in range(20):
+        before = env.snapshot()
+        again.load(env.match_state(), rows)
+        if t == 0:
+            copies.load(env.match_state(), rows)
+            assert torch.equal(again.match_state()["match"], copies.match_state()["match"])  # by what is saved alone
+        assert torch.equal(again.obs, env.obs[rows])
+        for name, values in env.snapshot().items():
+            assert torch.equal(values, before[name]), name
+        keys.append(again.match_state()["match"][:, KEY].clone())
+        for batch in (env, copies):  # whose turn it is does not hang on chance
+            batch.step((batch.info["avail"] * preference[t]).argmax(-1))
+    keys = torch.cat((env.match_state()["match"][:, KEY], *keys))
+    assert len(keys.unique()) == len(keys) and (keys >= 0).all()
+    for m in range(2):
+        outcomes, counts = copies.match_state()[drawn][m::2].unique(dim=0, return_counts=True)
+        assert len(outcomes) >= 6 and counts.max() < 0.2 * 3000  # of two cards there are six
+
+
+@needs_cuda
+def test_copies_have_the_same_chance_on_cuda():
+    keys = []
+    for device in ("cpu", "cuda"):
+        env = envs.make("coin_game", 5, device, seed=1, check=False)
+        env.reset()
+        copies = env.fork(64)
+        copies.load(env.match_state(), torch.arange(64, device=device) % 5)
+        keys.append(copies.match_state()["match"].cpu())
+    assert torch.equal(*keys)
 
 
 def test_the_real_game_has_no_copies():
@@ -160,30 +201,46 @@ def plain_tree(env, seat, own_goal, goal, agents, model, args):
 
 @pytest.mark.parametrize(
     ("env_id", "depth", "node_value", "rollout_steps"),
-    [("stag_hunt_4x4", 12, True, 0), ("stag_hunt_4x4", 12, False, 3), ("snowdrift_4x4", 3, True, 5)],
+    [
+        ("stag_hunt_4x4", 12, True, 0),
+        ("stag_hunt_4x4", 12, False, 3),
+        ("snowdrift_4x4", 3, True, 5),
+        ("coin_game", 12, True, 2),
+    ],
 )
 def test_trees_are_those_of_plain_loops(env_id, depth, node_value, rollout_steps, no_noise):
-    args = make_args(env_id=env_id, sims=60, trees=2, depth=depth, node_value=node_value, rollout_steps=rollout_steps)
+    options = {"sims": 60, "trees": 2, "depth": depth, "node_value": node_value, "rollout_steps": rollout_steps}
+    args = make_args(env_id=env_id, **options, q_temperature=1.0)
     env = envs.make(env_id, 3, seed=5)
     env.reset()
     for _ in range(4):
-        env.step(env.scripted_actions("RAND"))
-    agents, model = Guess(env, env.n_actions + 1, 2), Guess(env, env.n_actions, len(env.goals), seed=1)
+        env.step(env.scripted_actions("RAND" if "RAND" in env.policies else "random"))
+    goals = max(len(env.goals), 1)
+    agents, model = Guess(env, env.n_actions + 1, 2), Guess(env, env.n_actions, goals, seed=1)
     search = hop.Search(args, env, agents, model, 4, 60, rollout_steps, own_goals=True)
     match, seat, own_goal = torch.tensor([0, 0, 1, 1]), torch.tensor([3, 0, 3, 2]), torch.tensor([-1, 0, 1, -1])
-    belief = torch.rand(4, env.n_agents, len(env.goals)).log()
+    seat, own_goal = seat % env.n_agents, own_goal if env.goals else torch.full_like(own_goal, -1)
+    belief = torch.rand(4, env.n_agents, goals).log()
     policy, q = search.plan(env, match, seat, own_goal, belief)
-    single, deepest = env.fork(1), 0
+    single, deepest, alike = env.fork(1), 0, []
     for i in range(4):
-        single.load(env.match_state(), match[i : i + 1])
         goal = belief[i].argmax(-1)[(seat[i] + torch.arange(1, env.n_agents)) % env.n_agents]
-        total, visits, expected = plain_tree(single, int(seat[i]), int(own_goal[i]), goal, agents, model, args)
-        deepest = max(deepest, int(search.level[search.child[:, 2 * i].unique(), 2 * i].max()))
+        found, expected = [], []
         for tree in (2 * i, 2 * i + 1):
+            single.load(env.match_state(), match[i : i + 1])
+            keys = search.states["match"][:61, tree, KEY].unique()
+            assert len(keys) == 1 and keys not in env.match_state()["match"][:, KEY]  # one scenario, but not what comes
+            single.match_state()["match"][:, KEY] = keys
+            total, visits, mean = plain_tree(single, int(seat[i]), int(own_goal[i]), goal, agents, model, args)
             torch.testing.assert_close(search.visits[0, tree], visits)
             torch.testing.assert_close(search.total[0, tree], total, rtol=1e-4, atol=1e-4)
+            found.append(total)
+            expected.append(mean)
+        alike.append(torch.equal(*found))
+        deepest = max(deepest, int(search.level[search.child[:, 2 * i].unique(), 2 * i].max()))
         available = torch.isfinite(q[i])
-        torch.testing.assert_close(q[i][available], expected[available], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(q[i][available], torch.stack(expected).mean(0)[available], rtol=1e-4, atol=1e-4)
+    assert not any(alike) if env_id == "coin_game" else all(alike)
     assert deepest == 3 if depth == 3 else deepest > 3
     assert torch.allclose(policy.sum(-1), torch.ones(4)) and (policy[~torch.isfinite(q)] == 0).all()
 
