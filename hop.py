@@ -1,7 +1,7 @@
 """HOP (Huang et al., ICML 2024): plan with a belief over the others' goals.
 
 For every other agent there is a belief over the environment's list of goals, and "none", updated by Bayes' rule within
-a match and by a discounted count of the goals reached between the matches of an encounter. A network predicts the
+a match, and between the matches of an encounter by a moving average of the goals reached. A network predicts the
 others' actions given their goals. At every decision several trees are searched over one's own actions in copies of the
 match, each with goals of the others drawn from the belief; the policy is a softmax of the mean Q of the trees. A second
 network, priors and values of the search, learns from its results.
@@ -46,7 +46,7 @@ class Args:
     seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
     mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
     teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
-    encounter: int = 1  # matches in a row with the same others before new ones are drawn; counts of goals last as long
+    encounter: int = 1  # matches in a row with the same others before new ones are drawn; prior beliefs last as long
     num_envs: int | None = None  # matches at a time (default: 256 on the GPU, 32 on the CPU)
     total_timesteps: int | None = None  # default: 400,000 on the GPU, 20,000 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 5)
@@ -66,7 +66,7 @@ class Args:
     intra_belief: bool = True  # whether beliefs follow the others' actions within a match
     inter_belief: bool = True  # whether the matches of an encounter count for the prior belief of the next
     commit: float = 0.5  # share of training matches in which some learners pursue one goal, or none, and nothing else
-    belief_decay: float | None = None  # what a match counts after another one (default: 0.995, snowdrift 0.98)
+    belief_decay: float = 0.8  # weight of the prior belief, not of the goal reached, in the next match's prior belief
     half: bool = True  # whether the networks search in bfloat16 on the GPU
     planners: int | None = None  # decisions searched at a time at most (default: 1024 on the GPU, 128 on the CPU)
     learning_rate: float = 5e-4  # Adam's learning rate
@@ -96,6 +96,7 @@ from envs.team import Team  # noqa: E402
 # recorded for learning and `analyse`, besides reward and seat
 FIELDS = ("all_obs", "all_avail", "all_alive", "all_action", "search_policy", "belief", "own_goal")
 SURPRISE = 0.02  # share of random actions that Bayes' rule allows for: no action rules out a goal
+LEAST_PRIOR = 1e-6  # of a goal at the start of a match: nor do matches
 VISIT_EXPONENT = 1.5  # with a single tree the policy is visits to this power
 
 
@@ -112,14 +113,11 @@ def check_args(args):
     runs.resolve_device(args)
     if not envs.is_simulated(args.env_id):
         raise runs.UsageError(f"--env-id {args.env_id}: this script looks ahead in copies of simulated matches")
-    if args.belief_decay == 1:
-        raise runs.UsageError("--belief-decay is below 1, not 1.0: else counts have no end")
     names = ("num_envs", "total_timesteps", "sims", "planners", "batch_size", "hidden_dim")
     values = (256, 400_000, 200, 1024, 1024, 512) if args.cuda else (32, 20_000, 50, 128, 256, 128)
     runs.fill_in(args, dict(zip(names, values)))
-    snowdrift = args.env_id.startswith("snowdrift")
-    names, values = ("c_puct", "belief_decay", "q_temperature"), (15.0, 0.98, 2.0) if snowdrift else (1.0, 0.995, 10.0)
-    runs.fill_in(args, dict(zip(names, values)) | {"train_sims": -(-args.sims // 4)})
+    c_puct, q_temperature = (15.0, 2.0) if args.env_id.startswith("snowdrift") else (1.0, 10.0)
+    runs.fill_in(args, {"c_puct": c_puct, "q_temperature": q_temperature, "train_sims": -(-args.sims // 4)})
     runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 5, 1)})
 
 
@@ -386,24 +384,24 @@ class Player:
             network.to(torch.bfloat16)
         matches, agents, goals = len(seats), env.n_agents, learner.goals
         self.matches = torch.arange(matches, device=env.device)
-        self.counts = torch.zeros(matches, agents, goals, device=env.device)  # of goals reached in an encounter
-        self.log_belief = torch.zeros_like(self.counts)
+        self.prior = torch.zeros(matches, agents, goals, device=env.device)  # beliefs at the start of a match
+        self.log_belief = torch.zeros_like(self.prior)
         self.log_probs = torch.zeros(matches, agents, goals, env.n_actions, device=env.device)  # of the last actions
         self.alive = torch.zeros(matches, agents, dtype=torch.bool, device=env.device)  # at the last decision
         self.running, self.reached = self.alive[:, 0].clone(), torch.full_like(self.alive, -1, dtype=torch.long)
         policy = torch.zeros(*seats.shape, env.n_actions, device=env.device)
-        self.outputs = {"search_policy": policy, "belief": torch.zeros_like(self.counts)}
+        self.outputs = {"search_policy": policy, "belief": torch.zeros_like(self.prior)}
         self.outputs["own_goal"] = torch.full_like(seats, -1)  # -1: its reward; len(env.goals): none, it acts at random
-        self.memory = {"counts": self.counts}
+        self.memory = {"prior": self.prior}
         self.forget()
 
     def forget(self):
         """The others are new."""
-        self.counts.fill_(1 / (self.learner.goals * (1 - self.args.belief_decay)))
+        self.prior.fill_(1 / self.learner.goals)
 
     def reset(self, mask):
-        prior = torch.log(self.counts / self.counts.sum(-1, keepdim=True))
-        self.log_belief.copy_(torch.where(mask.view(-1, 1, 1), prior, self.log_belief))
+        log_prior = torch.log(self.prior.clamp(min=LEAST_PRIOR))
+        self.log_belief.copy_(torch.where(mask.view(-1, 1, 1), log_prior, self.log_belief))
         self.reached.masked_fill_(mask.unsqueeze(1), -1)
         self.running |= mask
         own_goal, device = self.outputs["own_goal"], mask.device
@@ -433,8 +431,8 @@ class Player:
         self.reached.copy_(torch.where(news, goal, self.reached))
         ended = over & self.running
         reached = torch.where(self.reached >= 0, self.reached, len(self.env.goals))
-        counts = self.args.belief_decay * self.counts + one_hot(reached, self.learner.goals)
-        self.counts.copy_(torch.where(ended.view(-1, 1, 1), counts, self.counts))
+        prior = torch.lerp(one_hot(reached, self.learner.goals).float(), self.prior, self.args.belief_decay)
+        self.prior.copy_(torch.where(ended.view(-1, 1, 1), prior, self.prior))
         self.running &= ~ended
 
     def act(self, inputs, epsilon):

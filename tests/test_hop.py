@@ -373,31 +373,35 @@ def test_belief_in_the_others_goal_rises_above_nine_tenths(others, goal, intra):
     torch.testing.assert_close(told, torch.ones_like(told))
 
 
-@pytest.mark.parametrize("inter", [True, False])
-def test_goals_reached_in_an_encounter_count_for_the_next_match(inter):
+@pytest.mark.parametrize(("inter", "options"), [(True, {}), (False, {}), (True, {"belief_decay": 0.0})])
+def test_goals_reached_in_an_encounter_move_the_prior_of_the_next_match(inter, options):
     env = envs.make("stag_hunt_4x4", 8, seed=1, check=False)
-    team = Team(env, "2NH1RAND1learner", encounter=3)
-    player = player_in(env, team, sims=0, trees=1, inter_belief=inter, belief_decay=0.8)
+    team = Team(env, "2NH1RAND1learner", encounter=4)
+    player = player_in(env, team, sims=0, trees=1, inter_belief=inter, **options)
+    decay = options.get("belief_decay", 0.8)
     runner, seen = EpisodeRunner(env, team, player, ("all_alive", "all_action", "belief")), set()
-    counts = torch.full((8, 4, 3), 5 / 3)  # the last is for those who reach no goal
-    for number in range(6):
-        if number == 3:
-            counts = torch.full((8, 4, 3), 5 / 3)  # others are new
-        prior = counts / counts.sum(-1, keepdim=True)
+    for number in range(8):
+        if number % 4 == 0:  # the others are new
+            prior, goals = torch.full((8, 4, 3), 1 / 3), []
         _, lengths, *_ = runner.play()
-        torch.testing.assert_close(runner.episodes["belief"][0], prior if inter else torch.full_like(prior, 1 / 3))
+        belief = runner.episodes["belief"][0]
+        torch.testing.assert_close(belief, prior if inter else torch.full_like(prior, 1 / 3))
+        assert (belief > 0).all()  # what was never seen can still be found out
+        if number % 4 == 3:
+            hare = (torch.stack(goals) == 1).all(0)  # a hare in the three matches before
+            expected = 1 - 2 / 3 * decay**3 if inter else 1 / 3
+            assert hare.sum() > 8
+            torch.testing.assert_close(belief[hare][:, 1], torch.full((int(hare.sum()),), expected))
+        goals.append(torch.full((8, 4), 2))  # the last is for those who reach no goal
         for m in range(8):
             for a in range(4):
-                goal = 2
                 for t in range(int(lengths[m])):
                     alive = runner.episodes["all_alive"][t : t + 2, m, a].tolist()
                     if alive == [True, False]:  # left, with what it hunted
-                        goal = int(runner.episodes["all_action"][t, m, a]) - 5
-                counts[m, a] *= 0.8
-                counts[m, a, goal] += 1
-                seen.add(goal)
-        if inter:
-            torch.testing.assert_close(player.counts, counts)
+                        goals[-1][m, a] = int(runner.episodes["all_action"][t, m, a]) - 5
+                for goal in range(3):
+                    prior[m, a, goal] = decay * prior[m, a, goal] + (1 - decay) * (goal == goals[-1][m, a])
+        seen |= set(goals[-1].flatten().tolist())
     assert {1, 2} <= seen
 
 
@@ -524,7 +528,7 @@ def test_a_run_completes_resumes_and_is_played(tmp_path, monkeypatch):
     [
         ({"env_id": "3m"}, "--env-id 3m has no list of goals: --no-goals plans without them"),
         ({"env_id": "sc2/3m"}, "--env-id sc2/3m: this script looks ahead in copies of simulated matches"),
-        ({"belief_decay": 1.0}, "--belief-decay is below 1, not 1.0"),
+        ({"belief_decay": 1.1}, "--belief-decay is"),
         ({"gamma": 0.0}, "--gamma is above 0, not 0.0"),
         ({"sims": 10**6}, "--sims is at most 8192"),
         ({"n_agents": 1, "env_id": "stag_hunt_4x4"}, "--n-agents 1: there is nobody to model"),
