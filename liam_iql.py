@@ -87,7 +87,7 @@ import envs  # noqa: E402
 from envs import checkpoints, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, SideStream, gather, round_up  # noqa: E402
 from envs.gru import has_kernels, unroll  # noqa: E402
-from envs.metrics import masked_mean, usage  # noqa: E402
+from envs.metrics import accuracy, masked_mean, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
@@ -196,19 +196,22 @@ def seat_order(env):
 
 
 class OpponentModel(nn.Module):
-    """Embeds the learner's own past: a GRU, a linear layer, and a decoder to train them."""
+    """Embeds the learner's own past: a GRU, two linear layers, and two decoders to train them."""
 
-    def __init__(self, args, env, hidden_dim=96):
+    def __init__(self, args, env, hidden_dim=128):
         super().__init__()
         self.hidden_dim = hidden_dim
         self.rnn = SharedGRU(env.obs_dim + env.n_actions, hidden_dim)
-        self.fc1 = nn.Linear(hidden_dim, args.latent_dim)
-        self.decoder = nn.Linear(args.latent_dim, 128)
-        self.obs_head = nn.Linear(128, (env.n_agents - 1) * env.obs_dim)
-        self.action_head = nn.Linear(128, (env.n_agents - 1) * env.n_actions)
+        self.fc1 = nn.Linear(hidden_dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, args.latent_dim)
+        self.obs_decoder = self.decoder(args.latent_dim, (env.n_agents - 1) * env.obs_dim)
+        self.action_decoder = self.decoder(args.latent_dim, (env.n_agents - 1) * env.n_actions)
         self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
+
+    def decoder(self, inputs, outputs):
+        return nn.Sequential(nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, outputs))
 
     def init_hidden(self, matches, seats):
         return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
@@ -217,13 +220,12 @@ class OpponentModel(nn.Module):
         """obs (time, matches, seats, obs_dim), last_action (time, matches, seats) -> embedding, hidden states"""
         last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
         h = self.rnn(torch.cat((obs, last_action), -1), h)
-        return self.fc1(h), h
+        return self.fc2(F.relu(self.fc1(h))), h
 
     def decode(self, embedding):
         """(observations, log-probabilities of the actions) of the others: (..., others, features)"""
-        x = F.relu(self.decoder(embedding))
-        logits = self.action_head(x).unflatten(-1, (-1, len(self.actions)))
-        return self.obs_head(x).unflatten(-1, (logits.shape[-2], -1)), F.log_softmax(logits, -1)
+        logits = self.action_decoder(embedding).unflatten(-1, (-1, len(self.actions)))
+        return self.obs_decoder(embedding).unflatten(-1, (logits.shape[-2], -1)), F.log_softmax(logits, -1)
 
 
 def greedy_action(q, avail):
@@ -421,10 +423,11 @@ class Learner:
         other_obs = batch["all_obs"][:-1].unsqueeze(2).expand(-1, -1, seat.shape[2], -1, -1)
         other_obs = other_obs.gather(3, seat.unsqueeze(-1).expand(-1, -1, -1, -1, other_obs.shape[-1]))
         other_obs = torch.where(mask.unsqueeze(-1), other_obs, 0.0)  # (steps, matches, seats, others, obs_dim)
-        obs_error = masked_mean(mask, (predicted_obs - other_obs).square().mean(-1))
-        loss = obs_error + masked_mean(mask, -gather_q(log_probs, action))
-        accuracy = masked_mean(mask, (log_probs.argmax(-1) == action).float())
-        return inferred.detach(), loss, {"action_accuracy": accuracy, "obs_error": obs_error}
+        squared = (predicted_obs - other_obs).square()
+        error = torch.where(mask, 0.5 * squared.sum(-1) - gather_q(log_probs, action), 0.0)  # half the sum, as released
+        loss = masked_mean(mask.any(-1), error.sum(-1))
+        obs_error = masked_mean(mask, squared.mean(-1))
+        return inferred.detach(), loss, {"action_accuracy": accuracy(mask, log_probs, action), "obs_error": obs_error}
 
     # ALGO LOGIC: the loss
     def loss(self, batch):

@@ -1,9 +1,10 @@
 """MIX on Q-learning: four embeddings of the others, each for a prediction of its own, and a gate that mixes them.
 
 A recurrent encoder reads what the learner sees and does. Four experts embed it, to predict the others' actions, what
-they see now, what they see some steps ahead, and the learner's own return. A gate in the Q-network, trained with it,
-mixes the embeddings into one input. Everything else is independent Q-learning, as in iql.py. The others have fixed
-policies, drawn anew for every match (after "Generalized Intention Modeling", arXiv 2605.31318, which uses PPO).
+they see, the joint state of the next step, and the learner's own return. A gate in the Q-network mixes each feature of
+the embeddings into one input; the Q-network's loss trains all of it. Everything else is independent Q-learning, as in
+iql.py. The others have fixed policies, drawn anew for every match (after "Generalized Intention Modeling", arXiv
+2605.31318, which uses PPO).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
     python mix_iql.py --env-id 3m --n-agents 8 --cuda            docs/mix_iql.md has the logged keys and the results
@@ -75,7 +76,10 @@ class Args:
     dueling: bool = False  # whether Q is a value plus advantages, from two heads
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
     latent_dim: int = 20  # size of an embedding
-    steps_ahead: int = 5  # how far ahead the others' future is that one expert predicts
+    steps_ahead: int = 1  # how far ahead the joint state is that one expert predicts
+    temperature: float = 0.2  # of the contrastive loss of returns
+    gate: Literal["feature", "expert"] = "feature"  # whether each feature of the experts has a weight, or each expert
+    q_gradient: bool = True  # whether Q's loss trains the inference model, too, through what Q reads
 
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -89,21 +93,13 @@ import envs  # noqa: E402
 from envs import checkpoints, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, SideStream, gather, round_up  # noqa: E402
 from envs.gru import has_kernels, unroll  # noqa: E402
-from envs.metrics import masked_mean, usage  # noqa: E402
+from envs.metrics import accuracy, masked_mean, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
-EXPERTS = ("action", "observation", "future", "return")  # what they predict
-FIELDS = (
-    "obs",
-    "avail",
-    "alive",
-    "action",
-    "reward",
-    "all_action",
-    "all_alive",
-    "all_obs",
-)  # for learning and `analyse`
+EXPERTS = ("action", "observation", "state", "return")  # what they predict
+# recorded for learning and `analyse`
+FIELDS = ("obs", "avail", "alive", "action", "reward", "all_action", "all_alive", "all_obs", "state")
 
 
 def check_args(args):
@@ -112,7 +108,7 @@ def check_args(args):
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
         "batch_size encounter hidden_dim latent_dim learning_rate model_learning_rate max_grad_norm "
-        "reward_scale steps_ahead",
+        "reward_scale steps_ahead temperature",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
         non_negative="seed checkpoint_interval log_interval train_frequency",
     )
@@ -166,7 +162,9 @@ class Agents(nn.Module):
         inputs = env.obs_dim + env.n_actions + env.n_agents + args.latent_dim
         self.hidden_dim = args.hidden_dim
         self.recurrence = args.recurrence
-        self.gate = nn.Linear(inputs - args.latent_dim, len(EXPERTS))
+        size, weights = args.latent_dim, args.latent_dim if args.gate == "feature" else 1
+        self.project = nn.ModuleList(nn.Sequential(nn.Linear(size, size), nn.LayerNorm(size)) for _ in EXPERTS)
+        self.gate = nn.Linear(len(EXPERTS) * size, len(EXPERTS) * weights)
         self.fc1 = nn.Linear(inputs, args.hidden_dim)
         self.rnn = SharedGRU(args.hidden_dim, args.hidden_dim)
         self.fc2 = nn.Linear(args.hidden_dim, env.n_actions)
@@ -182,10 +180,12 @@ class Agents(nn.Module):
         last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
         return obs, last_action, self.seat_one_hot[seat].expand(*obs.shape[:2], -1, -1)
 
-    def mix(self, inputs, embeddings):
-        """(..., experts * latent_dim) -> (their mix (..., latent_dim), its weights (..., experts))"""
-        weight = torch.softmax(self.gate(torch.cat(inputs, -1)), -1)
-        return (weight.unsqueeze(-1) * embeddings.unflatten(-1, (len(EXPERTS), -1))).sum(-2), weight
+    def mix(self, embeddings):
+        """(..., experts * latent_dim) -> (their mix (..., latent_dim), its weights (..., experts, latent_dim or 1))"""
+        parts = embeddings.chunk(len(EXPERTS), -1)
+        projected = torch.stack([project(part) for project, part in zip(self.project, parts)], -2)
+        weight = self.gate(projected.flatten(-2)).unflatten(-1, (len(EXPERTS), -1)).softmax(-2)
+        return (weight * projected).sum(-2), weight
 
     def q_values(self, h):
         q = self.fc2(h)
@@ -196,8 +196,7 @@ class Agents(nn.Module):
         h (matches, seats, hidden), seat (matches, seats), inferred (time, matches, seats, features)
         -> Q-values and hidden states of all times
         """
-        inputs = self.inputs(obs, last_action, seat)
-        x = F.relu(self.fc1(torch.cat((*inputs, self.mix(inputs, inferred)[0]), -1)))
+        x = F.relu(self.fc1(torch.cat((*self.inputs(obs, last_action, seat), self.mix(inferred)[0]), -1)))
         if self.recurrence:
             h = self.rnn(x, h)  # (time, matches, seats, hidden)
         else:
@@ -216,24 +215,24 @@ def seat_order(env):
 
 
 class OpponentModel(nn.Module):
-    """Embeds the learner's own past: a GRU, a linear layer with the four experts, and what trains them."""
+    """Embeds the learner's own past: a GRU, two linear layers, the second with the four experts; what trains them."""
 
-    def __init__(self, args, env, hidden_dim=96):
+    def __init__(self, args, env, hidden_dim=128):
         super().__init__()
         self.hidden_dim = hidden_dim
-        others = env.n_agents - 1
         self.rnn = SharedGRU(env.obs_dim + env.n_actions, hidden_dim)
-        self.experts = nn.Linear(hidden_dim, len(EXPERTS) * args.latent_dim)
-        self.action_head = self.head(args.latent_dim, others * env.n_actions)
-        self.obs_head = self.head(args.latent_dim, others * env.obs_dim)
-        self.future = self.head(others * env.obs_dim, args.latent_dim)
-        self.outcome = self.head(1, args.latent_dim)
+        self.fc1 = nn.Linear(hidden_dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, len(EXPERTS) * args.latent_dim)
+        self.obs_decoder = self.decoder(args.latent_dim, (env.n_agents - 1) * env.obs_dim)
+        self.action_decoder = self.decoder(args.latent_dim, (env.n_agents - 1) * env.n_actions)
+        self.state_decoder = self.decoder(args.latent_dim, env.state_dim)
+        self.return_encoder = self.decoder(1, args.latent_dim)
         self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
 
-    def head(self, inputs, outputs):
-        return nn.Sequential(nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, outputs))
+    def decoder(self, inputs, outputs):
+        return nn.Sequential(nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, outputs))
 
     def init_hidden(self, matches, seats):
         return torch.zeros(matches, seats, self.hidden_dim, device=self.actions.device)
@@ -242,12 +241,16 @@ class OpponentModel(nn.Module):
         """obs (time, matches, seats, obs_dim), last_action (time, matches, seats) -> embeddings, hidden states"""
         last_action = (last_action.unsqueeze(-1) == self.actions).to(obs.dtype)
         h = self.rnn(torch.cat((obs, last_action), -1), h)
-        return self.experts(h), h
+        return self.fc2(F.relu(self.fc1(h))), h
 
 
-def info_nce(embedding, target, mask):
-    """The loss of picking one's own target among those of all matches at the same step: (..., matches, features)."""
-    logits = embedding @ target.transpose(-1, -2) / embedding.shape[-1] ** 0.5  # (..., matches, targets)
+def info_nce(embedding, target, mask, temperature):
+    """The loss of picking one's own target, by angle, among those of all matches at the same step.
+
+    embedding and target (..., matches, features), mask (..., matches)
+    """
+    embedding, target = F.normalize(embedding, dim=-1), F.normalize(target, dim=-1)
+    logits = embedding @ target.transpose(-1, -2) / temperature  # (..., matches, targets)
     logits = torch.where(mask.unsqueeze(-2), logits, -1e9)
     own = torch.diagonal(logits, dim1=-2, dim2=-1)
     return masked_mean(mask, torch.logsumexp(logits, -1) - own)
@@ -443,32 +446,30 @@ class Learner:
         """(the Q-network's additional input at all steps, the opponent model's loss, its metrics)"""
         inferred, _ = self.model(obs, last_action, self.model.init_hidden(*batch["seat"].shape[1:]))
         self.side_stream.join()  # the Q-network needs no more
-        action_code, obs_code, future_code, return_code = inferred[:-1].chunk(len(EXPERTS), -1)
+        action_code, obs_code, state_code, return_code = inferred[:-1].chunk(len(EXPERTS), -1)
         seat, action, mask = self.others(batch, steps_left)
-        playing = batch["all_alive"][:-1] & (steps_left[:-1] > 0).unsqueeze(-1)
-        other_obs = torch.where(playing.unsqueeze(-1), batch["all_obs"][:-1], 0.0)
-        other_obs = other_obs.unsqueeze(2).expand(-1, -1, seat.shape[2], -1, -1)
-        other_obs = other_obs.gather(3, seat.unsqueeze(-1).expand(-1, -1, -1, -1, other_obs.shape[-1]))
-        other_obs = other_obs.flatten(-2)  # (steps, matches, seats, features)
-        logits = self.model.action_head(action_code).unflatten(-1, (-1, len(self.model.actions)))
+        logits = self.model.action_decoder(action_code).unflatten(-1, (-1, len(self.model.actions)))
         action_loss = masked_mean(mask, -gather_q(F.log_softmax(logits, -1), action))
-        predicted = self.model.obs_head(obs_code).unflatten(-1, (mask.shape[-1], -1))
-        obs_error = masked_mean(mask, (predicted - other_obs.view_as(predicted)).square().mean(-1))
-        # contrastive: among the matches of the batch, at the same step and seat
-        own = (batch["alive"][:-1] & (steps_left[:-1] > 0).unsqueeze(-1)).transpose(1, 2)  # (steps, seats, matches)
+        other_obs = batch["all_obs"][:-1].unsqueeze(2).expand(-1, -1, seat.shape[2], -1, -1)
+        other_obs = other_obs.gather(3, seat.unsqueeze(-1).expand(-1, -1, -1, -1, other_obs.shape[-1]))
+        other_obs = torch.where(mask.unsqueeze(-1), other_obs, 0.0)  # (steps, matches, seats, others, obs_dim)
+        predicted_obs = self.model.obs_decoder(obs_code).view_as(other_obs)
+        obs_error = masked_mean(mask, (predicted_obs - other_obs).square().mean(-1))
+        own = batch["alive"][:-1] & (steps_left[:-1] > 0).unsqueeze(-1)  # (steps, matches, seats)
         steps = torch.arange(len(action), device=action.device).unsqueeze(1)
-        last = steps + (steps_left[:-1] - 1).clamp(min=0)  # (steps, matches)
-        ahead = torch.minimum(steps + self.args.steps_ahead, last)[..., None, None].expand_as(other_obs)
-        future = self.model.future(other_obs.gather(0, ahead))
-        future_loss = info_nce(future_code.transpose(1, 2), future.transpose(1, 2), own)
-        outcome = self.model.outcome(self.returns(batch, steps_left).unsqueeze(-1))
-        return_loss = info_nce(return_code.transpose(1, 2), outcome.transpose(1, 2), own)
-        loss = action_loss + obs_error + future_loss + return_loss
+        ahead = torch.minimum(steps + self.args.steps_ahead, batch["lengths"])  # at most the state at the end
+        state = batch["state"].gather(0, ahead.unsqueeze(-1).expand(-1, -1, batch["state"].shape[-1])).unsqueeze(2)
+        state_error = masked_mean(own, (self.model.state_decoder(state_code) - state).square().mean(-1))
+        # contrastive: among the matches of the batch, at the same step and seat
+        returns = self.model.return_encoder(self.returns(batch, steps_left).unsqueeze(-1))
+        by_match = (values.transpose(1, 2) for values in (return_code, returns, own))  # (steps, seats, matches, ...)
+        return_loss = info_nce(*by_match, self.args.temperature)
+        loss = action_loss + obs_error + state_error + return_loss
         metrics = {
-            "action_accuracy": masked_mean(mask, (logits.argmax(-1) == action).float()),
-            "obs_error": obs_error, "future_loss": future_loss, "return_loss": return_loss,
+            "action_accuracy": accuracy(mask, logits, action), "obs_error": obs_error,
+            "state_error": state_error, "return_loss": return_loss,
         }  # fmt: skip
-        return inferred.detach(), loss, metrics
+        return inferred if self.args.q_gradient else inferred.detach(), loss, metrics
 
     def returns(self, batch, steps_left):
         """(steps, matches, seats) discounted returns from each step to the end of the episode."""
@@ -525,10 +526,8 @@ def analyse(learner, episodes):
     inputs = learner.inputs(episodes)
     inferred, _, metrics = learner.model_loss(episodes, *inputs)
     metrics = {name: value.item() for name, value in metrics.items()}
-    obs, last_action, steps_left = inputs
-    agents = learner.target_agents
-    _, weight = agents.mix(agents.inputs(obs, last_action, episodes["seat"][0]), inferred)
-    mask = episodes["alive"] & (steps_left > 0).unsqueeze(-1)
+    weight = learner.target_agents.mix(inferred)[1].mean(-1)  # (rows, matches, seats, experts)
+    mask = episodes["alive"] & (inputs[-1] > 0).unsqueeze(-1)
     metrics |= {f"gate_{name}": masked_mean(mask, part).item() for name, part in zip(EXPERTS, weight.unbind(-1))}
     if inferred.shape[1] > 1:  # a single match has no other to exchange with
         metrics |= usage(learner.target_agents, episodes, inputs, inferred)

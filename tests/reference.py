@@ -39,7 +39,7 @@ def random_learner(name, env, seed=0, **options):
         "hidden_dim": 6,
         "latent_dim": 4,
         "horizon": 3,
-        "steps_ahead": 3,
+        "steps_ahead": 2,
         "td_lambda": 0.6,
         "gamma": 0.9,
         "kl_weight": 0.01,
@@ -51,7 +51,12 @@ def random_learner(name, env, seed=0, **options):
     small = {key: value for key, value in small.items() if key in module.Args.__dataclass_fields__}
     args = module.Args(**{**small, **options})
     module.check_args(args)
-    return scramble(module.Learner(args, env, *used), 0.5)
+    learner = scramble(module.Learner(args, env, *used), 0.5)
+    with torch.no_grad():  # through several wide layers numbers grow, until one term of a loss drowns the others
+        for layer in learner.model.modules():
+            if isinstance(layer, torch.nn.Linear) and layer.in_features == 128:
+                layer.weight.mul_(0.2)
+    return learner
 
 
 def random_batch(env, lengths=LENGTHS, seats=SEATS, deaths=DEATHS, latent_dim=4, seed=1):
@@ -143,11 +148,23 @@ def one_hot(index, size):
 def q_step(agents, env, obs, last_action, seat, inferred, h):
     x = np.concatenate((obs, one_hot(last_action, env.n_actions), one_hot(seat, env.n_agents)))
     if hasattr(agents, "gate"):
-        inferred = np.exp(log_softmax(linear(agents.gate, x))) @ inferred.reshape(4, -1)
+        inferred = mixed(agents, inferred)
     x = np.concatenate((x, inferred))
     h = gru(agents.rnn, relu(linear(agents.fc1, x)), h)
     q = linear(agents.fc2, h)
     return q if agents.value is None else linear(agents.value, h) + q - q.mean(), h
+
+
+def mixed(agents, embeddings):
+    """Each feature of the four embeddings, projected to mean 0 and variance 1, by weights that add up to 1."""
+    projected = []
+    for (project, norm), embedding in zip(agents.project, np.split(embeddings, 4)):
+        x = linear(project, embedding)
+        x = (x - x.mean()) / np.sqrt(x.var() + 1e-5)
+        projected.append(norm.weight.detach().double().numpy() * x + norm.bias.detach().double().numpy())
+    scores = linear(agents.gate, np.concatenate(projected)).reshape(4, -1)
+    weights = np.exp(log_softmax(scores.T)).T  # over the experts, by feature or for all features
+    return np.sum(weights * projected, 0)
 
 
 def gaussian(code, x):
@@ -213,10 +230,11 @@ def plain_losses(name, learner, batch):
             inferred = inferred if isinstance(inferred, tuple) else (inferred, inferred)
             terms["td"] += [error**2 for error in td_errors(learner, data, m, place, inferred)]
     if name == "mix_iql":
-        for key in ("future", "return"):
-            contrastive_terms(terms, key)
+        contrastive_terms(terms, learner.args.temperature)
     means = {key: np.mean(values) for key, values in terms.items()}
-    weights = dict.fromkeys(("cross_entropy", "policy_error", "obs_error", "vae", "future_loss", "return_loss"), 1.0)
+    weights = dict.fromkeys(("cross_entropy", "policy_error", "obs_error", "vae", "state_error", "return_loss"), 1.0)
+    if name == "liam_iql":
+        weights = {"reconstruction": 1.0}
     if name == "omg_iql":
         weights |= {"recon": learner.args.inference_weight}
         weights |= {"kl": learner.args.inference_weight * learner.args.kl_weight}
@@ -291,61 +309,70 @@ def belief_terms(learner, data, m, place, t, length, terms, scores):
 
 
 def liam_terms(learner, data, m, place, length, terms):
-    env, model, h, inferred = learner.env, learner.model, np.zeros(96), []
+    env, model, h, inferred = learner.env, learner.model, np.zeros(128), []
+    others = seat_order(env, int(data["seat"][0, m, place]))[1:]
     for t in range(length + 1):
-        last_action = one_hot(data["action"][t - 1, m, place] if t else -1, env.n_actions)
-        h = gru(model.rnn, np.concatenate((data["obs"][t, m, place], last_action)), h)
-        inferred.append(linear(model.fc1, h))
-        x = relu(linear(model.decoder, inferred[-1]))
-        log_probs = log_softmax(linear(model.action_head, x).reshape(-1, env.n_actions))
-        if t < length:
-            predicted_obs = linear(model.obs_head, x).reshape(-1, env.obs_dim)
-            prediction_terms(env, data, m, place, t, terms, log_probs, predicted_obs)
+        h, code = encode_own_past(model, env, data, m, place, t, h)
+        inferred.append(code)
+        if t == length:
+            break
+        log_probs = log_softmax(layers(model.action_decoder, code).reshape(-1, env.n_actions))
+        predicted_obs = layers(model.obs_decoder, code).reshape(-1, env.obs_dim)
+        prediction_terms(env, data, m, place, t, terms, log_probs, predicted_obs)
+        costs = []
+        for number, other in enumerate(others):
+            if data["alive"][t, m, place] and data["all_alive"][t, m, other]:
+                squared = sum((predicted_obs[number] - data["all_obs"][t, m, other]) ** 2)
+                costs.append(squared / 2 - log_probs[number, data["all_action"][t, m, other]])
+        if costs:
+            terms["reconstruction"].append(sum(costs))
     return inferred
 
 
-def layers(head, x):
-    return linear(head[2], relu(linear(head[0], x)))
+def encode_own_past(model, env, data, m, place, t, h):
+    """(hidden state, embedding) at step t, from the learner's own observation and last action."""
+    last_action = one_hot(data["action"][t - 1, m, place] if t else -1, env.n_actions)
+    h = gru(model.rnn, np.concatenate((data["obs"][t, m, place], last_action)), h)
+    return h, linear(model.fc2, relu(linear(model.fc1, h)))
+
+
+def layers(decoder, x):
+    return linear(decoder[4], relu(linear(decoder[2], relu(linear(decoder[0], x)))))
 
 
 def mix_terms(learner, data, m, place, length, terms):
-    env, model, h, inferred = learner.env, learner.model, np.zeros(96), []
-    seat, alive = int(data["seat"][0, m, place]), data["alive"][:, m, place]
-    others = seat_order(env, seat)[1:]
-
-    def seen(t):
-        there = data["all_alive"][t, m]
-        return np.concatenate(
-            [data["all_obs"][t, m, other] if there[other] else np.zeros(env.obs_dim) for other in others]
-        )
-
+    env, args, model, h, inferred = learner.env, learner.args, learner.model, np.zeros(128), []
+    alive = data["alive"][:, m, place]
     for t in range(length + 1):
-        last_action = one_hot(data["action"][t - 1, m, place] if t else -1, env.n_actions)
-        h = gru(model.rnn, np.concatenate((data["obs"][t, m, place], last_action)), h)
-        inferred.append(linear(model.experts, h))
+        h, codes = encode_own_past(model, env, data, m, place, t, h)
+        inferred.append(codes)
         if t == length:
             break
-        action_code, obs_code, future_code, return_code = np.split(inferred[-1], 4)
-        log_probs = log_softmax(layers(model.action_head, action_code).reshape(-1, env.n_actions))
-        predicted_obs = layers(model.obs_head, obs_code).reshape(-1, env.obs_dim)
+        action_code, obs_code, state_code, return_code = np.split(codes, 4)
+        log_probs = log_softmax(layers(model.action_decoder, action_code).reshape(-1, env.n_actions))
+        predicted_obs = layers(model.obs_decoder, obs_code).reshape(-1, env.obs_dim)
         prediction_terms(env, data, m, place, t, terms, log_probs, predicted_obs)
         if alive[t]:
+            later = data["state"][min(t + args.steps_ahead, length), m]
+            terms["state_error"].append(np.mean((layers(model.state_decoder, state_code) - later) ** 2))
             earned = [
-                learner.reward_scale * learner.args.gamma ** (k - t) * data["reward"][k, m, place]
+                learner.reward_scale * args.gamma ** (k - t) * data["reward"][k, m, place]
                 for k in range(t, length) if env.team_reward or alive[k]
             ]  # fmt: skip
-            future = layers(model.future, seen(min(t + learner.args.steps_ahead, length - 1)))
-            terms["future codes"].append((t, place, future_code, future))
-            terms["return codes"].append((t, place, return_code, layers(model.outcome, np.array([sum(earned)]))))
+            terms["return codes"].append((t, place, return_code, layers(model.return_encoder, np.array([sum(earned)]))))
     return inferred
 
 
-def contrastive_terms(terms, key):
-    """Adds what it costs to pick one's own target among those of the matches that are at the same step."""
-    codes = terms.pop(f"{key} codes")
+def contrastive_terms(terms, temperature):
+    """Adds what it costs to pick one's own return among those of the matches that are at the same step."""
+
+    def score(code, target):
+        return code @ target / np.linalg.norm(code) / np.linalg.norm(target) / temperature
+
+    codes = terms.pop("return codes")
     for t, place, code, target in codes:
-        scores = [code @ other / len(code) ** 0.5 for s, seat, _, other in codes if (s, seat) == (t, place)]
-        terms[f"{key}_loss"].append(np.log(np.sum(np.exp(scores))) - code @ target / len(code) ** 0.5)
+        scores = [score(code, other) for s, seat, _, other in codes if (s, seat) == (t, place)]
+        terms["return_loss"].append(np.log(np.sum(np.exp(scores))) - score(code, target))
 
 
 def prediction_terms(env, data, m, place, t, terms, log_probs, predicted_obs=None):

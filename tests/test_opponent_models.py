@@ -45,6 +45,7 @@ OMG_VARIANTS = (
     )),
 )  # fmt: skip
 VARIANTS = [(name, options) for name in BASELINES for options in ({}, {"dueling": True, "td_lambda": 0.0})]
+VARIANTS += [("mix_iql", {"gate": "expert", "q_gradient": False, "steps_ahead": 1, "temperature": 1.0})]
 VARIANTS += [("omg_iql", options) for options in OMG_VARIANTS]
 KINDS_OF_REWARDS = {"team reward": {}, "own rewards": {"team_reward": False, "ego_first": True}}
 REWARDS = pytest.mark.parametrize("rewards", KINDS_OF_REWARDS)
@@ -78,7 +79,7 @@ def test_losses_equal_plain_loops(name, options, rewards):
         episodes = batch | {"policy_id": torch.arange(len(batch["lengths"]))}
         logs = sys.modules[type(learner).__module__].analyse(learner, episodes)
         found = {"correct": logs["action_accuracy"]}
-        keys = ("obs_error", "future_loss", "return_loss", "policy_accuracy")
+        keys = ("obs_error", "state_error", "return_loss", "policy_accuracy")
         found |= {key: logs[key] for key in keys if key in logs}
         assert 0 < expected["correct"] < 1
     for key, value in found.items():
@@ -109,11 +110,42 @@ def test_losses_of_each_seat(name, ego_first):
     assert len(found) == 4
 
 
+def test_liam_weighs_observations_and_actions_as_its_release():
+    """Half of the sum over features, and the cross-entropy, each summed over the others: with outputs of 0 by hand."""
+    env = env_spec()
+    learner, batch = random_learner("liam_iql", env), random_batch(env, (4,), ((1,),), deaths=())
+    with torch.no_grad():
+        for weights in (*learner.model.obs_decoder[-1].parameters(), *learner.model.action_decoder[-1].parameters()):
+            weights.zero_()
+    seen = batch["all_obs"][:4, 0, [0, 2]]
+    expected = 0.5 * seen.square().sum((1, 2)).mean() + 2 * np.log(env.n_actions)
+    assert reference.losses(learner, batch)[1].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("gate", ["feature", "expert"])
+def test_mix_has_a_weight_for_each_feature_of_the_projected_embeddings(gate):
+    agents = random_learner("mix_iql", env_spec(), gate=gate).agents
+    embeddings = torch.randn(5, 6, 2, 16)
+    mixed, weight = agents.mix(embeddings)
+    assert weight.shape == (5, 6, 2, 4, 4 if gate == "feature" else 1) and mixed.shape == (5, 6, 2, 4)
+    torch.testing.assert_close(weight.sum(-2), torch.ones_like(weight[..., 0, :]))
+    projected = [project(part) for project, part in zip(agents.project, embeddings.chunk(4, -1))]
+    with torch.no_grad():  # the gate's bias alone: feature f of expert f, or the third expert
+        agents.gate.weight.zero_()
+        agents.gate.bias.copy_(1e3 * (torch.eye(4).flatten() if gate == "feature" else torch.eye(4)[2]))
+    chosen = [projected[f if gate == "feature" else 2][..., f] for f in range(4)]
+    torch.testing.assert_close(agents.mix(embeddings)[0], torch.stack(chosen, -1))
+    for project, values in zip(agents.project, projected):  # layer-normalised
+        plain = (values - project[1].bias) / project[1].weight
+        torch.testing.assert_close(plain.mean(-1), torch.zeros(5, 6, 2), atol=1e-4, rtol=0)
+
+
 # ---- gradients ----
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {"dueling": dueling}) for name in BASELINES[:-1] for dueling in (False, True)),
+        *((name, {"dueling": dueling}) for name in BASELINES[:2] for dueling in (False, True)),
+        *(("mix_iql", {"q_gradient": False, "gate": gate}) for gate in ("feature", "expert")),
         *(("belief_iql", {"dueling": dueling, "q_features": 0}) for dueling in (False, True)),
         *(("omg_iql", {"q_gradient": False} | options) for options in (
             {}, {"code": "sample"}, {"q_subgoal": "selected"}, {"inference": "mlp"}, {"mix": "kl-target"},
@@ -132,7 +164,7 @@ def test_each_loss_trains_its_own_network(name, options):
         found = (gradients(learner, batch, which)[1] for which in (0, 1))
         td, model = ({key for key, gradient in part.items() if gradient.any()} for part in found)
         assert td == {f"agents.{key}" for key, _ in learner.agents.named_parameters()}
-        assert len(td) == (10 if options.get("dueling") else 8) + 2 * (name == "mix_iql")
+        assert len(td) == (10 if options.get("dueling") else 8) + 18 * (name == "mix_iql")  # projections and gate
         frozen = "vae." if options.get("paper") else ()
         assert model == {f"model.{key}" for key, _ in learner.model.named_parameters() if not key.startswith(frozen)}
 
@@ -149,6 +181,16 @@ def test_the_td_loss_trains_the_inference_model(code, probability):
     names = {f"model.{name}" for name, _ in learner.model.named_parameters()}
     assert trained.keys() == {name for name in names if not name.startswith("model.vae.")}
     assert any(gradient.any() for gradient in trained.values()) == (probability < 1)
+
+
+def test_the_td_loss_trains_the_embeddings_of_mix():
+    """Through the gate; not the decoders, nor the target networks."""
+    env = env_spec()
+    learner, batch = random_learner("mix_iql", env), random_batch(env)
+    td = {name for name, gradient in gradients(learner, batch, 0)[1].items() if gradient.any()}
+    embedding = {f"model.{name}" for name, _ in learner.model.named_parameters() if name.startswith(("rnn", "fc"))}
+    assert td == {f"agents.{name}" for name, _ in learner.agents.named_parameters()} | embedding
+    assert len(embedding) == 8
 
 
 def test_the_td_loss_trains_the_features_of_a_belief():
@@ -613,10 +655,12 @@ class TwoGoals:
         self.terminated, alive = torch.zeros(num_envs, dtype=torch.bool), torch.ones(num_envs, 2, dtype=torch.bool)
         no = torch.zeros_like(self.terminated)
         self.info = {"avail": alive.unsqueeze(-1).expand(-1, -1, 2), "alive": alive, "won": no, "invalid": no}
+        self.info["state"] = torch.zeros(num_envs, 1)
 
     def look(self):
         self.obs.zero_()
         self.obs[:, :, self.t] = 1
+        self.info["state"].fill_(self.t)
         if self.t not in (0, 3):
             self.obs[:, :, 7:] = torch.nn.functional.one_hot(self.actions.flip(1), 2)
         return self.obs
