@@ -322,20 +322,26 @@ class EpisodeRunner:
     def evaluate(self, count):
         """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones.
 
-        Encounters are played to their end, which may take more episodes.
+        Each of the others plays equally often: a few episodes less may count. Encounters are played to their end, which
+        may take more episodes.
         """
         results, by_match = [], {}
-        played, encounter = 0, self.team.encounter
-        while played < count or self.rounds % encounter:
+        played, encounter, matches = 0, self.team.encounter, self.env.num_envs
+        self.team.even = True
+        teams = self.team.whole(count if encounter == 1 else -(-count // (matches * encounter)) * matches)
+        while played < teams * encounter or self.rounds % encounter:
+            left = teams - len(results) // encounter * matches  # of the teams that count; none where a game has failed
             *numbers, valid = self.play()
+            if left > 0:
+                valid = valid & (torch.arange(matches, device=valid.device) < left)
             results.append([tensor[valid].cpu() for tensor in numbers])
             played += len(results[-1][0])
             if len(results) > LONG_EVALUATION:  # a shorter one is finished, so that the run resumes exactly
                 self.check_stop()
             for number, returns in self.returns_by_match().items():
-                by_match.setdefault(f"return_{number}", []).append(returns[valid].mean().item())
-        self.match_returns = {name: sum(means) / len(means) for name, means in sorted(by_match.items())}
-        return [torch.cat(tensors)[: count if encounter == 1 else None] for tensors in zip(*results)]
+                by_match.setdefault(f"return_{number}", []).append(returns[valid].cpu())
+        self.match_returns = {name: torch.cat(found).mean().item() for name, found in sorted(by_match.items())}
+        return [torch.cat(tensors)[: teams if encounter == 1 else None] for tensors in zip(*results)]
 
     def returns_by_match(self):
         """number of a match in its encounter -> returns (matches,) of the last round; nothing without encounters"""

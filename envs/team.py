@@ -9,6 +9,7 @@ Runs whose networks have the layout of iql.py act in one batched call; any other
 script loads. A step can be captured in a CUDA graph.
 """
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Team:
         self.epsilons = tuple(epsilon) if isinstance(epsilon, (tuple, list)) else (epsilon, epsilon)  # least and most
         self.seed = seed
         self.rounds = 0
+        self.even = False  # whether to seat everybody everywhere equally often, as an evaluation wants it
         self.encounter = encounter  # rounds in a row with the same others
         self.runs = read_pool([path for path in pool if str(path) not in env.policies], env)
         self.policy_names = [*env.policies, *(run.path for run in self.runs)]  # by policy_id
@@ -91,6 +93,11 @@ class Team:
         self._is_scripted = zeros(torch.bool)
         self._script = zeros(torch.long)
         self._epsilon = zeros(torch.float32, 1)
+        self.most = (
+            1 if mix else max((len(policies) for _, policies in self.groups if policies), default=1)
+        )  # to draw from
+        moves = self.used and self.rotation in ("rotate", "random")
+        self.turns = len(self.shifts) if moves else 1  # rotations to go through
         self._has_scripts = any(policy < len(env.policies) for policy in self.used)
         self.networks, self.players = self._load_runs()
         self.draw()
@@ -139,7 +146,8 @@ class Team:
     def draw(self):
         """Draws policies and seats of all matches: every policy of a group equally often, in a new order each round.
 
-        Where that does not divide evenly, rounds take turns.
+        Where that does not divide evenly, rounds take turns. With `even` any `most * turns` matches in a row have every
+        policy of the largest group (unless seats are mixed) once with every rotation.
         """
         if self.rounds and self.learner_seats.shape[1] == self.env.n_agents:
             return  # there is nobody to draw
@@ -150,13 +158,26 @@ class Team:
             rotation = np.arange(matches) + self.rounds
         elif rotation == "random":
             rotation = rng.integers(len(self.shifts), size=matches)
+        in_turn = []
+        if self.even and self.turns > 1:  # along diagonals: policies and seats alternate within any few matches, too
+            number = np.arange(matches) + self.rounds * matches
+            rotation = number + number // math.lcm(self.most, self.turns) % math.gcd(self.most, self.turns)
+        if self.even and not self.mix:
+            in_turn.append(np.arange(matches))
 
         def choose(count, policies):
             draws = matches * (count if self.mix else 1)
-            drawn = (rng.permutation(draws) + self.rounds * draws) % policies
+            order = in_turn.pop() if in_turn and policies == self.most else rng.permutation(draws)
+            drawn = (order + self.rounds * draws) % policies
             return drawn if self.mix else drawn.repeat(count)
 
         self.assign(rotation, choose)
+
+    def whole(self, matches):
+        """As many matches, up to this, as play every policy from every seat equally often; every policy, or simply all,
+        where that would leave out more than a tenth."""
+        kept = (matches // cycle * cycle for cycle in (self.most * self.turns, self.most))
+        return next((number for number in kept if number >= 0.9 * matches), matches)
 
     def assign(self, rotation, choose):
         """Seats the teams of a round, rotated by `rotation`, a number or one for every match. A learner whose seat is

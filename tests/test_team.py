@@ -10,7 +10,7 @@ from scripts import SCRIPTS, write_run
 
 import envs
 from envs.checkpoints import env_sizes
-from envs.episodes import Inputs, SeatSelection, load_player, load_runner
+from envs.episodes import EpisodeRunner, Inputs, RandomPlayer, SeatSelection, load_player, load_runner
 from envs.team import PoolRun, RunPlayer, Team, can_stack, read_pool
 
 LEARNERS = ("omg", "iql_omg", "learner")
@@ -189,6 +189,46 @@ def test_more_runs_than_matches_all_play_in_turn(pool, mix):
         team.draw()
         times.update(team.policy_id[team.policy_id >= 0].tolist())
     assert set(times.values()) == {6 * 2 * 7 // 3}
+
+
+@pytest.mark.parametrize(
+    ("env_id", "spec", "num_envs", "count", "options", "counted", "equal"),
+    [
+        ("kuhn", "1other1omg", 128, 512, {"pool": [f"seen_{k}" for k in "abcdef"]}, 510, True),
+        ("matrix_ipd", "1other1omg", 20, 100, {"pool": ["tft", "all_c", "all_d", "grim"], "encounter": 2}, 112, True),
+        ("matrix_ipd", "1other1omg", 32, 70, {"pool": ["tft", "all_c", "all_d", "grim"], "seat": "random"}, 64, True),
+        ("stag_hunt_4x4", "2other1NH1omg", 10, 50, {"pool": ["NS", "NH", "RAND"]}, 48, True),
+        ("stag_hunt_4x4", "2other1NH1omg", 10, 16, {"pool": ["NS", "NH", "RAND"], "seat": 1}, 15, True),
+        ("stag_hunt_4x4", "3other1omg", 10, 20, {"pool": ["NS", "NH", "RAND"]}, 18, False),  # of 12 a cycle
+    ],
+)
+def test_an_evaluation_plays_with_everybody_from_every_seat_equally_often(
+    env_id, spec, num_envs, count, options, counted, equal
+):
+    team, cells, rows = make(spec, num_envs, env_id, seed=3, **options), [], []
+    runner = EpisodeRunner(team.env, team, RandomPlayer())
+    play, away = runner.play, 2 if spec.startswith("2") else 1  # seats from the learner to the group that is drawn
+
+    def watched():
+        results, seat = play(), team.learner_seats
+        other = team.policy_id.gather(1, (seat - away) % team.env.n_agents)
+        cells.extend(zip(seat[:, 0].tolist(), other[:, 0].tolist()))
+        rows.append(results[0].clone())
+        return results
+
+    runner.play = watched
+    for _ in range(2):  # the second begins somewhere in a cycle
+        cells.clear()
+        rows.clear()
+        returns, *_ = runner.evaluate(count)
+        assert len(returns) == counted
+        number = np.arange(len(cells)) // num_envs // team.encounter * num_envs + np.arange(len(cells)) % num_envs
+        taken = np.flatnonzero(number < counted // team.encounter)  # the first teams that are drawn
+        assert (torch.cat(rows)[taken] == returns).all()
+        times = Counter(cells[k] for k in taken)
+        seats = 1 if env_id == "kuhn" or options.get("seat") == 1 else team.env.n_agents
+        assert len(times) == seats * len(options["pool"])
+        assert max(times.values()) - min(times.values()) == (0 if equal else 1)
 
 
 def test_a_round_depends_on_its_seed_and_number_alone(pool):
