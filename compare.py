@@ -1,8 +1,9 @@
 """When does it pay to model the others? Every method on the stages of strangers.py, between IQL and an oracle.
 
 Every method learns with a stage's pool, over several seeds. The oracle is an IQL whose observations include the others'
-policies. Scores with the pool are scaled so that IQL is 0 and the oracle 1: a method's share of the headroom. Scores
-with the stage's strangers are scaled so that the random policy is 0 and a best response 1.
+policies. Belief Q-learning learns from the same labels, which no other method gets. Scores with the pool are scaled so
+that IQL is 0 and the oracle 1: a method's share of the headroom. Scores with the stage's strangers are scaled so that
+the random policy is 0 and a best response 1.
 
     python paper.py --stage all --cuda                          docs/benchmarks.md has the details; --quick tries it out
 """
@@ -19,7 +20,7 @@ import strangers
 from envs import checkpoints, files
 from envs.cluster import ROOT
 from envs.episodes import load_runner
-from envs.results import COLOURS, crossed_interval, curves, far_apart, interval, markdown, normalise
+from envs.results import COLOURS, crossed_difference, crossed_interval, curves, far_apart, interval, markdown, normalise
 from sweep import Evaluation, Job, read_results
 
 BASE, ORACLE, OURS, POOL = "IQL", "oracle", "belief", "a run of the pool"
@@ -33,9 +34,11 @@ METHODS = {
     OURS: ("belief_iql",),
     ORACLE: ("iql", "--tell-who"),
 }  # another method is another line: a script and its options
+LABELS = {OURS: "who the others are, while it learns", ORACLE: "who the others are, always"}  # what these are told
 MEMORY_KEPT = ", memory kept"
 WITH_MEMORY = {
-    f"{name}{MEMORY_KEPT}": (*METHODS[name], "--keep-memory") for name in (BASE, "naive OM")
+    f"{name}{MEMORY_KEPT}": (*METHODS[name], "--keep-memory")
+    for name in (BASE, "LIAM", "naive OM", "MIX", "OMG, no subgoals")
 }  # one long episode
 WITH_ERRORS = {
     f"{name}, erring others": (*METHODS[name], "--teammate-epsilon", "0", "0.2") for name in (BASE, OURS)
@@ -77,7 +80,8 @@ def make_plan(args, name):
     stage, quick = strangers.STAGES[name], args.quick
     device = ("--cuda",) * args.cuda
     steps = args.learner_timesteps or (3000 if quick else stage.timesteps if args.cuda else 500_000)
-    held_out = strangers.Args(name, args.cuda, quick, args.test_runs, steps, 16 if quick else 1024)
+    sizes = {"responses": 1, "episodes": 16} if quick else {"responses": 3, "episodes": 1024}
+    held_out = strangers.Args(name, args.cuda, quick, args.test_runs, timesteps=steps, **sizes)
     held_out = strangers.make_plan(held_out)
     team = ("--team", f"{envs.make(stage.env_id).n_agents - 1}other1learner", "--encounter", str(stage.encounter))
     few = ("--num-envs", "16", "--eval-interval", "3000", "--eval-episodes", "16", "--final-eval-episodes", "16")
@@ -137,23 +141,15 @@ def results_of(args, plan, root):
         seen[method] = [row[held_out["measure"]] for row in rows_of(job, root, whole=True)]
     headroom, ends = difference(seen[ORACLE], seen[BASE])
     exists = far_apart(key, np.mean(seen[BASE]), np.mean(seen[ORACLE])) and (args.seeds == 1 or ends[0] > 0)
-    bounds = {
-        name: (held_out["measure"], one["lower"], one["upper"])
-        for one in held_out["strangers"] for name in (one["policy"], str(root / one["policy"]))
-    }  # fmt: skip
-    unseen, raw = {}, {}
-    for method, job in plan.tests.items():
-        raw[method] = [row[held_out["measure"]] for row in rows_of(job, root, whole=True)]
-        rows = [
-            {**row, "adapted": 0, "other": name_in_bounds(row["other"], bounds)}
-            for row in rows_of(job, root, whole=False)
-        ]
-        normalise(rows, bounds)
-        scores = {}
-        for row in rows:
-            if "normalised" in row:
-                scores.setdefault(row["ego"], []).append(row["normalised"])
-        unseen[method] = list(scores.values())  # seeds by strangers
+    rows = {method: rows_of(job, root, whole=False) for method, job in plan.tests.items()}
+    held_out["strangers"] = raised(held_out, [row for mine in rows.values() for row in mine])
+    bounds = {one["policy"]: (held_out["measure"], one["lower"], one["upper"]) for one in held_out["strangers"]}
+    unseen, raw = {}, {}  # method -> seeds by strangers
+    for method, mine in rows.items():
+        mine = [{**row, "adapted": 0, "other": name_in(bounds, row["other"])} for row in mine]
+        normalise(mine, bounds)
+        raw[method] = table_of(mine, held_out["measure"])
+        unseen[method] = table_of(mine, "normalised")
     return {
         "stage": plan.stage, "env_id": stage.env_id, "encounter": stage.encounter, "measure": key, "seen": seen,
         "headroom": [headroom, ends], "exists": bool(exists),
@@ -163,6 +159,7 @@ def results_of(args, plan, root):
         "matches": {m: match_means(runs) for m, runs in found.items() if m not in plan.known},
         "models": {m: model_means([run.get("om", run.get("omg", {})) for run in runs]) for m, runs in found.items()},
         "seconds": {m: float(np.mean([run["seconds"] for run in runs])) for m, runs in found.items()},
+        "pretraining": {m: runs[0].get("args", {}).get("pretrain_timesteps", 0) for m, runs in found.items()},
         "steps": found[BASE][0].get("steps"), "versions": found[BASE][0].get("versions", {}),
     }  # fmt: skip
 
@@ -183,9 +180,27 @@ def rows_of(job, root, whole):
     return [row for row in rows if row["episodes"] and (row["other"] == "all") == whole]
 
 
-def name_in_bounds(other, bounds):
-    """The name of a stranger among the bounds: the folder of a run may be written in another way."""
-    return next((name for name in bounds if Path(name).name == Path(other).name), other)
+def name_in(strangers, other):
+    """The name of a stranger among these: the folder of a run may be written in another way."""
+    return next((name for name in strangers if Path(name).name == Path(other).name), other)
+
+
+def raised(held_out, rows):
+    """The strangers, whose best response may be a run of any method that was tested with them."""
+    found = []
+    for one in held_out["strangers"]:
+        scores = [row[held_out["measure"]] for row in rows if Path(row["other"]).name == Path(one["policy"]).name]
+        found.append({**one, "upper": max([one["upper"], *scores]), "best_response": one["upper"]})
+    return found
+
+
+def table_of(rows, measure):
+    """A list of scores with the strangers for every ego; empty where somebody lacks one."""
+    found = {}
+    for row in rows:
+        if measure in row:
+            found.setdefault(row["ego"], []).append(row[measure])
+    return list(found.values()) if len({len(scores) for scores in found.values()}) == 1 else []
 
 
 def match_means(runs):
@@ -201,9 +216,8 @@ def model_means(metrics):
 # ---- the report ----
 def text_of(command, results, seconds):
     """report.md"""
-    methods = list(
-        methods_of(max((strangers.STAGES[result["stage"]] for result in results), key=lambda s: s.encounter))
-    )
+    most = max((strangers.STAGES[result["stage"]] for result in results), key=lambda stage: stage.encounter)
+    methods = list(methods_of(most))
 
     def number(result, value, sign=""):
         return f"{100 * value:{sign}.1f}%" if result["measure"] == "win_rate" else f"{value:{sign}.2f}"
@@ -212,8 +226,21 @@ def text_of(command, results, seconds):
         low, high = (number(result, end, sign) for end in ends)
         return number(result, mean, sign) if low == high else f"{number(result, mean, sign)} ({low} to {high})"
 
+    def crossed(result, table):
+        return with_interval(result, float(np.mean(table)), crossed_interval(table)) if table else ""
+
+    def gap(result, ours, theirs):
+        """How far scores with the same strangers are ahead."""
+        ours, theirs = (result["unseen"].get(m, []) for m in (ours, theirs))
+        if not ours or np.shape(ours) != np.shape(theirs):
+            return ""
+        mean, (low, high) = crossed_difference(ours, theirs)
+        return f"{mean:+.2f} ({low:+.2f} to {high:+.2f})"
+
     tested = [*methods[:-1], *([POOL] if any(POOL in result["unseen"] for result in results) else [])]
-    shares, scores, unseen, raw, matches, ahead, left_out = [], [], [], [], [], [], []
+    rival_names, erring = [m for m in methods if m != OURS], {m: m.partition(",")[0] for m in WITH_ERRORS}
+    shares, scores, unseen, raw, matches, ahead, ahead_unseen, gains = ([] for _ in range(8))
+    left_out, chance, reached = [], [], []
     for result in results:
         name, seen = result["stage"], result["seen"]
         headroom = with_interval(result, *result["headroom"], "+")
@@ -222,29 +249,41 @@ def text_of(command, results, seconds):
         shares.append([name, headroom, *(cells.get(m, "") for m in methods[:-1])])
         means = {m: with_interval(result, *difference(values, [0.0])) for m, values in seen.items()}
         scores.append([name, *(means.get(m, "") for m in methods)])
-        tables = [np.array(result["unseen"].get(m) or [[]]) for m in tested]
-        ends = [crossed_interval(t) if t.size > 1 else [] for t in tables]
-        unseen.append(
-            [name, *(f"{t.mean():.2f} ({e[0]:.2f} to {e[1]:.2f})" if e else "" for t, e in zip(tables, ends))]
-        )
-        means = {m: with_interval(result, *difference(v, [0.0])) for m, v in result["unseen_scores"].items() if v}
-        raw.append([name, *(means.get(m, "") for m in tested)])
+        tables = {m: result["unseen"].get(m, []) for m in tested}
+        ends = {m: (np.mean(t), *crossed_interval(t)) for m, t in tables.items() if t}
+        unseen.append([name, *("{:.2f} ({:.2f} to {:.2f})".format(*ends[m]) if m in ends else "" for m in tested)])
+        random = float(np.mean([one["lower"] for one in result["strangers"]]))
+        tables = {m: result["unseen_scores"].get(m, []) for m in tested}
+        raw.append([name, number(result, random), *(crossed(result, t) for t in tables.values())])
+        means = [float(np.mean(t)) for m, t in tables.items() if t and m != POOL]
+        if means and random > max(means):
+            ends = " to ".join(number(result, f(means)) for f in (min, max))
+            chance.append(f"{name} ({number(result, random)}; the methods {ends})")
+        ahead_unseen.append([name, *(gap(result, OURS, m) for m in rival_names[:-1])])
+        gains.append([name, *(gap(result, m, base) for m, base in erring.items())])
         flat = [s for s in result["strangers"] if not far_apart(result["measure"], s["lower"], s["upper"])]
         left_out += [f"{len(flat)} of {len(result['strangers'])} in {name}"] if flat else []
+        higher = [s for s in result["strangers"] if s["upper"] > s["best_response"]]
+        reached += [f"{len(higher)} of {len(result['strangers'])} in {name}"] if higher else []
         if result["encounter"] > 1:
             ends = [result["matches"].get(m) for m in methods]
             cells = [f"{number(result, v[0])}, {number(result, np.mean(v[1:]))}" if v else "" for v in ends]
             matches.append([name, *cells])
         rivals = {m: with_interval(result, *values, "+") for m, values in result["ahead"].items()}
-        ahead.append([name, *(rivals.get(m, "") for m in methods if m != OURS)])
-    seeds = len(results[0]["seen"][BASE])
+        ahead.append([name, *(rivals.get(m, "") for m in rival_names)])
+    seeds, responses = len(results[0]["seen"][BASE]), max(len(s["responses"]) for r in results for s in r["strangers"])
     parts = [
         "# When does it pay to model the others?",
         f"{seeds} seeds of every method; means and 95% intervals (Student's t). The oracle is an IQL whose "
-        "observations include the others' policies. Settings and steps are the same for all. Memory kept: an "
-        "encounter is one long episode. Other methods remember nothing of earlier matches; ours keeps its belief. "
+        "observations include the others' policies. Steps of learning, others and matches are the same for all. "
+        "Memory kept: an encounter is one long episode. "
         "Erring others: learned with others whose actions are random with a probability of up to 0.2, drawn for each "
         "match, and tested with others who do not err.",
+        "## What differs",
+        f"While it learns, {OURS} is told who the others are: the labels of the oracle, which no rival gets. Steps of "
+        "pre-training come on top of those of learning.",
+        markdown(["method", "command", "steps of pre-training", "is told", "keeps from match to match"],
+                 [differences_of(m, options, results) for m, options in methods_of(most).items()]),
         "## Share of the headroom, with others that were learned with",
         "0 is IQL, 1 the oracle. Headroom: how far the oracle is ahead of IQL; below three points of the win rate "
         "or 3% of a return, or where the interval has 0, there is none. In the figure a mark with a number below it is "
@@ -255,14 +294,21 @@ def text_of(command, results, seconds):
         "Share of matches won, or mean return where everybody has rewards of their own.",
         markdown(["stage", *methods], scores),
         f"How far {OURS} is ahead:",
-        markdown(["stage", *(m for m in methods if m != OURS)], ahead),
+        markdown(["stage", *rival_names], ahead),
         "## Scores with strangers",
-        "0 is the random policy, 1 a best response to that stranger; mean over strangers, interval over seeds and "
-        "strangers together. Strangers whose best response is not clearly better than random (by the same limits) are "
-        f"left out: {', '.join(left_out) or 'none'}.",
+        "0 is the random policy, 1 a best response to that stranger; means over strangers. All intervals of this "
+        "section are over seeds and strangers together. A best response is the best of the IQL runs that learned with "
+        f"this stranger alone ({responses} each), or a run of a method that has more: {', '.join(reached) or 'none'}. "
+        "Strangers whose best response is not clearly better than random (by the same limits) are left out: "
+        f"{', '.join(left_out) or 'none'}.",
         markdown(["stage", *tested], unseen),
-        "The same as matches won or returns, with intervals over seeds:",
-        markdown(["stage", *tested], raw),
+        "The same as matches won or returns, of all strangers. Random play has more than every method in "
+        f"{', '.join(chance) or 'no stage'}.",
+        markdown(["stage", "random play", *tested], raw),
+        f"How far {OURS} is ahead, in scores from 0 to 1:",
+        markdown(["stage", *rival_names[:-1]], ahead_unseen),
+        "How much better a method is with strangers for having learned with others who err, in the same scores:",
+        markdown(["stage", *erring.values()], gains),
         *(["## From match to match of an encounter", "Return of the first match, and the mean of the later ones.",
            markdown(["stage", *methods], matches)] if matches else []),
         "## The belief in two matches",
@@ -277,20 +323,29 @@ def text_of(command, results, seconds):
     return "\n\n".join(parts) + "\n"
 
 
+def differences_of(method, command, results):
+    """What a method has that others do not, as a row of a table."""
+    script, *options = command
+    name = method.partition(",")[0]
+    steps = max(result["pretraining"].get(method, 0) for result in results)
+    kept = "its belief" if name == OURS else "its hidden state" if method.endswith(MEMORY_KEPT) else "nothing"
+    return [method, f"`{' '.join([f'{script}.py', *options])}`", f"{steps:,}", LABELS.get(name, "nothing"), kept]
+
+
 def draw(results, path):
     """headroom.png: every method's share of the headroom with its interval, stage by stage."""
     from matplotlib.figure import Figure
 
     shown = [result for result in results if result["exists"]]
-    figure = Figure(figsize=(1.9 * max(len(shown), 3) + 1.5, 4.2), layout="constrained")
-    axes = figure.subplots()
     methods, marks = [m for m in METHODS | WITH_MEMORY if m != ORACLE], ".osD^v*P"
+    figure = Figure(figsize=(0.21 * len(methods) * max(len(shown), 3) + 1.5, 4.2), layout="constrained")
+    axes = figure.subplots()
     low, high = -0.75, 1.75  # where the models learn faster than the oracle, shares may be far above 1
     for number, method in enumerate(methods):
         places = [k for k, result in enumerate(shown) if method in result["share"] and method != BASE]
         if not places:
             continue
-        x = np.array(places) + (number - len(methods) / 2) * 0.11
+        x = np.array(places) + 0.9 * (number / len(methods) - 0.5)
         values = np.array([shown[k]["share"][method][0] for k in places])
         ends = np.array([shown[k]["share"][method][1] for k in places]).reshape(-1, 2).T
         look = {"fmt": marks[number % 8], "color": COLOURS[number % len(COLOURS)], "ms": 6, "capsize": 2, "lw": 1}

@@ -23,7 +23,7 @@ import compare
 import envs
 from envs import files
 from envs.cluster import ROOT
-from envs.results import crossed_interval, curves, markdown, summary
+from envs.results import crossed_difference, crossed_interval, curves, markdown, summary
 from envs.runs import UsageError
 from strangers import STAGES
 from sweep import Evaluation, Job, Output, check_counts, place_of, read_results, run_all
@@ -228,9 +228,10 @@ def make_report(args, command, plan, root, seconds):
             if battle:
                 interval = np.clip(interval, 0, 1).tolist()
             ahead_of = {
-                name: [float((table - base).mean()), *crossed_interval(table - base)]
+                name: [gap, *ends]
                 for name in rivals(method)
                 if (base := tables.get((name, others, group, count), np.empty(0))).shape == table.shape
+                for gap, ends in [crossed_difference(table, base)]
             }
             results.append({
                 "method": method, "others": others, "group": group, "count": count, "by_seed": by_seed,

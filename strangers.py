@@ -1,8 +1,8 @@
 """Held-out sets of strangers: policies that no learner has met, and what can be earned with each of them.
 
 A stage is a task: an environment, a pool to learn with, and strangers to be tested with, scripted and learned ones.
-Here the learned ones are trained, and for every stranger a best response, whose score is its upper bound. The random
-policy's is the lower one. manifest.json has all of it, for `evaluate.py --bounds`.
+Here the learned ones are trained, and for every stranger a few responses: the best one's score is its upper bound, the
+random policy's the lower one. manifest.json has all of it, for `evaluate.py --bounds`.
 
     python strangers.py --stage kuhn --cuda                          docs/evaluate.md has the stages and the manifest
 """
@@ -67,6 +67,7 @@ class Args:
     cuda: bool = False  # whether to use the GPU
     quick: bool = False  # a small version that tries everything out
     runs: int | None = None  # learned strangers of every script (default: 3)
+    responses: int | None = None  # runs that learn to respond to each stranger, of which the best counts (default: 3)
     timesteps: int | None = None  # steps of every run (default: the stage's on the GPU, 500,000 on the CPU)
     episodes: int | None = None  # matches of every bound (default: 1024)
     out: str | None = None  # the folder of the runs and the manifest (default: strangers/STAGE)
@@ -78,10 +79,11 @@ class Args:
 
 def fill_in(args):
     if args.quick:
-        defaults = {"runs": 1, "timesteps": 3000, "episodes": 8, "out": f"strangers/quick_{args.stage}"}
+        defaults = {"runs": 1, "responses": 1, "timesteps": 3000, "episodes": 8}
+        defaults["out"] = f"strangers/quick_{args.stage}"
     else:
         steps = STAGES[args.stage].timesteps if args.cuda else 500_000
-        defaults = {"runs": 3, "timesteps": steps, "episodes": 1024, "out": f"strangers/{args.stage}"}
+        defaults = {"runs": 3, "responses": 3, "timesteps": steps, "episodes": 1024, "out": f"strangers/{args.stage}"}
     runs.fill_in(args, defaults)
     check_counts(args, (*defaults, "jobs", "runs_per_gpu"))
 
@@ -90,13 +92,13 @@ def fill_in(args):
 class Plan:
     pool: list  # names of scripted policies, or jobs
     strangers: list
-    responses: list  # a job for every stranger, whose last evaluation is the upper bound
+    responses: list  # of every stranger a list of jobs: the best last evaluation is its upper bound
     lower: Evaluation  # of the random policy with all of them
 
     @property
     def jobs(self):
         trained = [one for one in (*self.pool, *self.strangers) if isinstance(one, Job)]
-        return [*trained, *self.responses, self.lower]
+        return [*trained, *(job for jobs in self.responses for job in jobs), self.lower]
 
 
 def make_plan(args):
@@ -115,7 +117,10 @@ def make_plan(args):
     learned = [job(s, FIRST_SEED + k, label=f"stranger_{s}") for s in stage.learned for k in range(args.runs)]
     strangers = [*stage.scripted, *learned]
     among = ("--final-eval-episodes", str(args.episodes), "--team", f"{others}other1learner", "--pool")
-    responses = [job("iql", 1, *among, one, label=f"response_{number}") for number, one in enumerate(strangers)]
+    responses = [
+        [job("iql", 1 + k, *among, one, label=f"response_{number}") for k in range(args.responses)]
+        for number, one in enumerate(strangers)
+    ]
     (random,) = {"random", "RAND"} & set(env.policies)
     words = ("--ego", random, "--others", *strangers, "--groups", "homologue", "--episodes", str(args.episodes))
     words += ("--env-id", stage.env_id, *device)
@@ -134,9 +139,11 @@ def manifest_of(args, plan, root):
     lowest = {Path(row["other"]).name: row[measure] for row in read_results(plan.lower, root)["rows"]}
     strangers = []
     key = "win_rate" if env.team_reward else "episodic_return"
-    for one, response in zip(plan.strangers, plan.responses):
-        policy, upper = name(one), read_results(response, root)["final"][key]
-        strangers.append({"policy": policy, "lower": lowest[policy], "upper": upper, "response": name(response)})
+    for one, jobs in zip(plan.strangers, plan.responses):
+        policy, scores = name(one), [read_results(job, root)["final"][key] for job in jobs]
+        best = max(range(len(jobs)), key=scores.__getitem__)
+        bounds = {"lower": lowest[policy], "upper": scores[best], "response": name(jobs[best]), "responses": scores}
+        strangers.append({"policy": policy, **bounds})
     return {
         "stage": args.stage, "env_id": stage.env_id, "measure": measure, "team": f"{env.n_agents - 1}other1learner",
         "encounter": stage.encounter, "pool": [name(one) for one in plan.pool], "strangers": strangers,

@@ -40,6 +40,7 @@ class Args:
     script: tuple[str, ...]  # training scripts
     env_ids: tuple[str, ...]  # environments: see envs.list_ids()
     seeds: int = 5  # seeds: 1, 2, ...
+    first_seed: int = 1  # the first of them: settings are chosen on other seeds than they are compared on
     # an option of the script and its values, such as: learning-rate 1e-3 5e-4 (again for another option)
     vary: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     # options that Optuna chooses, from a range or choices: learning-rate=1e-4..1e-2 td-lambda=0.5,0.7,0.9
@@ -163,7 +164,7 @@ def check_args(args, extra):
         find_script(script)
     if leads_outside(args.report) or Path(args.report).name != args.report:
         raise runs.UsageError(f"--report {args.report} is a name, not a path: the report is in --run-root")
-    check_counts(args, ("seeds", "jobs", "runs_per_gpu", "trials"))
+    check_counts(args, ("seeds", "first_seed", "jobs", "runs_per_gpu", "trials"))
     if args.search and (args.vary or len(args.script) > 1):
         raise runs.UsageError("--search takes one script, and its options instead of --vary")
     stems = [Path(script).stem for script in args.script]
@@ -203,7 +204,7 @@ def jobs_of(args, extra):
     for script, env_id, setting in itertools.product(args.script, args.env_ids, itertools.product(*values)):
         varied = tuple(word for name, value in zip(names, setting) for word in (f"--{name}", value))
         label = " ".join([Path(script).stem, *(f"{name}={value}" for name, value in zip(names, setting))])
-        for seed in range(1, args.seeds + 1):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             yield Job(find_script(script), env_id, seed, given + varied, label)
 
 
@@ -212,6 +213,7 @@ def search_of(args, extra):
         return jobs_of(replace(args, vary=tuple(setting.items())), extra)
 
     key, root = [args.script[0], list(args.env_ids), args.cuda, extra], Path(args.run_root)
+    key += [args.first_seed] * (args.first_seed > 1)
     path = root / f"{args.report}_trials.json"
     try:
         return Search(parse_space(args.search), args.trials, key, path, root, jobs_with)

@@ -1,5 +1,6 @@
 """strangers.py: held-out sets with their bounds; scores between bounds; and compare.py, all methods on its stages."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -29,8 +30,9 @@ def test_stages_name_policies_that_are_there_and_nobody_twice(name):
     env = envs.make(stage.env_id)
     pool = () if isinstance(stage.pool, int) else stage.pool
     assert set(pool) | set(stage.scripted) <= set(env.policies) and not set(pool) & set(stage.scripted)
-    plan = strangers.make_plan(strangers.Args(name, runs=2, timesteps=1000, episodes=8))
+    plan = strangers.make_plan(strangers.Args(name, runs=2, responses=3, timesteps=1000, episodes=8))
     assert len(plan.strangers) == len(plan.responses) == len(stage.scripted) + 2 * len(stage.learned)
+    assert all([job.seed for job in jobs] == [1, 2, 3] for jobs in plan.responses)
     names = [job.name for job in plan.jobs]
     assert len(set(names)) == len(names)
 
@@ -113,6 +115,8 @@ def test_a_comparison_is_fair():
         for method, jobs in plan.learners.items():
             assert [job.seed for job in jobs] == [1, 2, 3, 4, 5]
             options = compare.methods_of(strangers.STAGES[plan.stage])[method][1:]
+            script = importlib.import_module(compare.methods_of(strangers.STAGES[plan.stage])[method][0])
+            paper.tyro.cli(script.Args, args=["--env-id", plan.held_out.lower.env_id, *options])  # it has such options
             words = [word for word in jobs[0].arguments if word not in options]
             assert words == list(plan.learners["IQL"][0].arguments)  # the same steps, matches, team and pool for all
             assert not set(plan.held_out.strangers) & set(jobs[0].arguments)
@@ -138,25 +142,27 @@ def test_intervals_of_shares_cover_the_truth():
 
 
 def pretend(plan, root):
-    """As if every job of a stage were done: IQL wins 0.2, the oracle 0.8, others more by their place in the list."""
+    """As if every job of a stage were done: IQL wins 0.2, the oracle 0.8, others more by their place in the list.
+
+    The second response to every stranger is the best. Random play wins nine matches of ten, and earns nothing.
+    """
     for job in plan.held_out.jobs:
         folder = root / (job.name if isinstance(job, sweep.Evaluation) else f"{job.name}__1")
         rows = [{"ego": "random", "other": one if isinstance(one, str) else f"{one.name}__1", "group": "homologue",
-                 "episodes": 8, "win_rate": 0.0, "return": 0.0} for one in plan.held_out.strangers]  # fmt: skip
-        write_results(folder, 1.0, rows if isinstance(job, sweep.Evaluation) else None, job.needs)
+                 "episodes": 8, "win_rate": 0.9, "return": 0.0} for one in plan.held_out.strangers]  # fmt: skip
+        rows = rows if isinstance(job, sweep.Evaluation) else None
+        write_results(folder, 1.0 if job.seed == 2 else 0.95, rows, job.needs)
     pool = {compare.POOL: plan.held_out.pool} if compare.POOL in plan.tests else {}
     for number, (method, jobs) in enumerate((plan.learners | pool).items()):
         for job in jobs if method in plan.learners else ():
             score = 0.8 if method == "oracle" else 0.2 + 0.1 * number
             write_results(root / f"{job.name}__1", score + 0.02 * job.seed)
         if method in plan.tests:
-            found = {"episodes": 8, "win_rate": 0.5, "return": 0.5}
-            found = {"episodes": 0} if method == "MIX" else found  # no match of its could be played
             others = (
                 f"elsewhere/{one}" if isinstance(one, str) else f"{one.name}__1" for one in plan.held_out.strangers
             )
-            rows = [{"ego": f"{job.name}__1", "other": other, "group": "homologue", **found}
-                    for other in (*others, "all") for job in jobs]  # fmt: skip
+            rows = [{"ego": f"{job.name}__1", "other": other, "group": "homologue", **found(method, k, job.seed)}
+                    for k, other in enumerate((*others, "all")) for job in jobs]  # fmt: skip
             write_results(root / plan.tests[method].name, 0.0, rows, plan.tests[method].needs)
         if method in plan.known:
             rows = [{"ego": f"{job.name}__1", "other": "all", "group": "homologue", "episodes": 8, "win_rate": 0.0,
@@ -164,9 +170,18 @@ def pretend(plan, root):
             write_results(root / plan.known[method].name, 0.0, rows, plan.known[method].needs)
 
 
+def found(method, stranger, seed):
+    """What a method has with a stranger. Belief earns 1.5 with the first, where the best response has 1."""
+    if method == "MIX":  # no match of its could be played
+        return {"episodes": 0}
+    score = 0.4 + 0.05 * stranger + 0.02 * (seed * stranger % 3)
+    return {"episodes": 8, "win_rate": score, "return": 1.5 if (method, stranger) == (compare.OURS, 0) else score}
+
+
 def write_results(folder, score, rows=None, played=()):
     final = {"win_rate": score, "episodic_return": score}
     args = {"ego": [f"{run.name}__1" for run in played], "others": []}
+    args |= {"pretrain_timesteps": 2_000_000} if "__omg" in folder.name else {}
     content = {"args": args, "versions": {"python": "3"}, "seconds": 1.0}
     content |= {"final": final, "best": final, "evals": [{"steps": step, **final} for step in (1, 2)]}
     content |= {"encounter": {"return_1": score, "return_2": score + 1, "return_3": score + 2}}
@@ -199,24 +214,43 @@ def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
     with Image.open(tmp_path / "headroom.png") as picture:
         assert picture.width > 300
     stage, battle = report["stages"]
-    assert compare.POOL not in stage["unseen"] and battle["unseen_scores"][compare.POOL] == [0.5] * 4
+    assert compare.POOL not in stage["unseen"] and np.shape(battle["unseen_scores"][compare.POOL]) == (4, 9)
     assert stage["headroom"][0] == pytest.approx(0.6) and stage["exists"]
     shares = {method: share for method, (share, _) in stage["share"].items()}
-    *methods, erring, erring_too, kept, kept_too, oracle = shares
-    assert (methods, oracle) == (list(compare.METHODS)[:-1], "oracle") and {kept, kept_too} == {*compare.WITH_MEMORY}
-    assert {erring, erring_too} == {*compare.WITH_ERRORS} and not {erring, erring_too} & stage["matches"].keys()
+    erring, erring_too = compare.WITH_ERRORS
+    *methods, oracle = (method for method in shares if method not in compare.WITH_ERRORS | compare.WITH_MEMORY)
+    assert (methods, oracle) == (list(compare.METHODS)[:-1], "oracle") and compare.WITH_MEMORY.keys() <= shares.keys()
+    kept = [f"{name}, memory kept" for name in ("IQL", "LIAM", "naive OM", "MIX", "OMG, no subgoals")]
+    assert not compare.WITH_ERRORS.keys() & stage["matches"].keys()
     assert [shares[erring], shares[erring_too]] == pytest.approx([0.5, 0.5])  # without errors, not as in their runs
     assert list(shares.values())[:7] == pytest.approx([k / 6 for k in range(7)]) and shares[oracle] == 1
-    assert (shares[kept] + shares[kept_too]) / 2 == pytest.approx(((1.13 + 1.23) / 2 / 5 - 0.23) / 0.6)
+    places = list(compare.methods_of(strangers.STAGES["kuhn"]))
+    assert [shares[m] for m in kept] == pytest.approx([((0.23 + 0.1 * places.index(m)) / 5 - 0.23) / 0.6 for m in kept])
     assert stage["ahead"]["OMG"][0] == pytest.approx(0.2)
-    assert np.array(stage["unseen"]["belief"]).shape == (2, 6)
-    assert stage["unseen"]["belief"][0] == pytest.approx([0.5] * 6)
+    first = stage["strangers"][0]
+    assert (first["lower"], first["upper"], first["best_response"]) == (0.0, 1.5, 1.0)  # of a method; of three runs
+    assert sorted(first["responses"]) == [0.95, 0.95, 1.0] and [s["upper"] for s in stage["strangers"][1:]] == [1.0] * 5
+    raw = {m: np.array([[found(m, k, seed)["return"] for k in range(6)] for seed in (1, 2)]) for m in ("IQL", "belief")}
+    scores = {m: table / [1.5, 1, 1, 1, 1, 1] for m, table in raw.items()}
+    assert np.allclose(stage["unseen"]["belief"], scores["belief"])
     assert stage["matches"]["IQL"] == pytest.approx([0.23, 1.23, 2.23])
     assert "0.83 (" in text and "0.23, 1.73" in text and "are left out: none." in text
     stage["strangers"][0]["upper"] = battle["strangers"][0]["upper"] = 0.02  # above 0: too near for a win rate alone
     assert "are left out: 1 of 9 in 8m." in compare.text_of("", [stage, battle], 1.0)
-    *_, unseen, raw = (line for line in text.partition("## From match")[0].splitlines() if line.startswith("| kuhn"))
-    cells = [[cell.strip() for cell in row.split("|")[2:-1]] for row in (unseen, raw)]
-    columns = [*list(compare.methods_of(strangers.STAGES["kuhn"]))[:-1], compare.POOL]
-    assert cells[1] == ["" if method in ("MIX", compare.POOL) else "0.50" for method in columns]
-    assert [cell[:6] for cell in cells[0]] == [cell and "0.50 (" for cell in cells[1]]
+    assert "Random play has more than every method in 8m (90.0%; the methods 62.0% to 62.0%)." in text
+    assert "each), or a run of a method that has more: 1 of 6 in kuhn." in text
+    for method, row in {"OMG": "2,000,000 | nothing", "belief": "0 | who the others are, while it learns"}.items():
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {method} ") and ".py" in line)
+        assert row in " ".join(line.split())
+    part = text[text.index("## Scores with strangers") : text.index("## From match")]
+    unseen, earned, ahead, gains = (
+        [cell.strip() for cell in line.split("|")[2:-1]] for line in part.splitlines() if line.startswith("| kuhn")
+    )
+    columns = [*places[:-1], compare.POOL]
+    assert earned.pop(0) == "0.00" and gains[0] == "+0.00 (+0.00 to +0.00)"
+    for cells, tables in ((unseen, scores), (earned, raw)):
+        expected = ["{:.2f} ({:.2f} to {:.2f})".format(t.mean(), *results.crossed_interval(t)) for t in tables.values()]
+        assert [cells[columns.index(m)] for m in tables] == expected
+        assert [m for m, cell in zip(columns, cells) if not cell] == [m for m in columns if m in ("MIX", compare.POOL)]
+    gap = scores["belief"] - scores["IQL"]
+    assert ahead[0] == "{:+.2f} ({:+.2f} to {:+.2f})".format(gap.mean(), *results.crossed_interval(gap))

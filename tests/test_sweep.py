@@ -154,11 +154,12 @@ def test_a_checkpoint_that_cannot_be_resumed_is_abandoned(tmp_path):
 def test_other_arguments_make_other_runs(tmp_path):
     args = sweep.Args((str(TOY),), ("a",), seeds=1, vary=(("pause", "0", "0.01"),), jobs=4)
     jobs = list(sweep.jobs_of(args, ["--total-timesteps", "3"]))
-    args.vary = ()
+    args.vary, args.first_seed = (), 7  # seeds to choose settings on
     jobs += sweep.jobs_of(args, ["--total-timesteps", "4"])
     assert sweep.run_all(jobs, sweep.Here(args, tmp_path), tmp_path)
     made = [json.loads(path.read_text()) for path in tmp_path.glob("*/results.json")]
-    assert sorted((one["args"]["pause"], one["steps"]) for one in made) == [(0.0, 3), (0.0, 4), (0.01, 3)]
+    found = sorted((one["args"]["pause"], one["steps"], one["args"]["seed"]) for one in made)
+    assert found == [(0.0, 3, 1), (0.0, 4, 7), (0.01, 3, 1)]
 
 
 @posix
@@ -215,6 +216,7 @@ def test_on_a_terminal_every_run_at_work_has_a_line(tmp_path, monkeypatch):
     ("given", "extra", "message"),
     [
         ({"seeds": 0}, [], "--seeds is from 1 up, not 0"),
+        ({"first_seed": 0}, [], "--first-seed is from 1 up, not 0"),
         ({"vary": (("pause",),)}, [], "--vary takes an option and its values"),
         ({}, ["--seed", "3"], "--seed is the sweep's to set: use --seeds"),
         ({"vary": (("env-id", "a"),)}, [], "--env-id is the sweep's to set: use --env-ids"),
@@ -605,6 +607,12 @@ def table(rng, seeds, strangers, noise):
     return sum(rng.normal(0, scale, shape) for scale, shape in sizes)
 
 
+def two_tables(rng):
+    """Of two methods with the same strangers, who are more to the one or to the other, as well."""
+    strangers = table(rng, 0, 2, 0)
+    return [strangers + table(rng, 0.2, 0.5, 0.3) for _ in range(2)]
+
+
 @pytest.mark.parametrize(
     ("function", "draw", "least", "most"),
     [
@@ -615,8 +623,10 @@ def table(rng, seeds, strangers, noise):
         (results.crossed_interval, lambda rng: table(rng, 1, 0.1, 0.1), 0.93, 0.975),
         (results.crossed_interval, lambda rng: table(rng, 0.1, 1, 0.1), 0.93, 0.975),
         (results.crossed_interval, lambda rng: table(rng, 0, 0, 1), 0.95, 1.0),
+        (lambda tables: results.crossed_difference(*tables)[1], two_tables, 0.93, 0.975),
+        (lambda tables: results.mean_interval([np.subtract(*tables).mean(1)]), two_tables, 0.0, 0.8),  # seeds alone
     ],
-    ids=["mean", "strata", "IQM", "both", "seeds", "strangers", "neither"],
+    ids=["mean", "strata", "IQM", "both", "seeds", "strangers", "neither", "difference", "difference over seeds"],
 )
 def test_95_of_100_intervals_cover_the_truth(function, draw, least, most):
     rng, trials = np.random.default_rng(0), 2000
