@@ -105,7 +105,7 @@ import torch.nn.functional as F  # noqa: E402
 import envs  # noqa: E402
 import pretrain_cvae  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, gather, round_up  # noqa: E402
+from envs.episodes import CHUNK, EpisodeRunner, Graphed, RandomPlayer, SideStream, gather, preserved_rng, round_up  # noqa: E402
 from envs.gru import has_kernels, unroll  # noqa: E402
 from envs.metrics import code_metrics, last_alive_row, masked_mean, place_metrics, probes, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
@@ -709,7 +709,8 @@ def analyse(learner, episodes):
     inputs = learner.inputs(episodes)
     obs, last_action, steps_left = inputs
     seat = episodes["seat"][0]
-    subgoal, _, code = model.unroll(obs, episodes["visible_last_action"], seat)
+    with preserved_rng(env.device):  # --code sample draws
+        subgoal, _, code = model.unroll(obs, episodes["visible_last_action"], seat)
     metrics = code_metrics(episodes, steps_left, *code)
     if learner.args.subgoal_input != "state" and hasattr(env, "places"):
         metrics |= place_metrics(env, episodes, steps_left, *model.views(subgoal, obs), learner.args.selector)

@@ -61,7 +61,7 @@ import torch  # noqa: E402
 
 import envs  # noqa: E402
 from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng  # noqa: E402
+from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng, rng_state, set_rng_state  # noqa: E402
 from envs.metrics import masked_mean  # noqa: E402
 
 PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample", "q_gradient": False,
@@ -79,12 +79,12 @@ class Pretraining:
         parameters = model.vae.parameters(), [p for n, p in model.named_parameters() if not n.startswith("vae.")]
         self.optimizers = [torch.optim.Adam(group, args.model_learning_rate, fused=True) for group in parameters]
         self.progress = {"update": 0}
-        self.start, self.rng = {"rng": runs.rng_state(args), "runner": runner.state_dict()}, None  # before the episodes
+        self.start, self.rng = {"rng": rng_state(args.cuda), "runner": runner.state_dict()}, None  # before the episodes
 
     def run(self, log, after_update=lambda: None):
         """Returns the held-out errors: {"recon": ..., "kl": ..., "inference": ..., "states": number of states}."""
         args, model, progress = self.args, self.model, self.progress
-        runs.set_rng_state(self.start["rng"])
+        set_rng_state(self.start["rng"])
         self.runner.load_state_dict(self.start["runner"])
         self.runner.should_stop = getattr(self, "should_stop", None)  # of the run that this is part of
         with runs.Progress("Pre-training, play of the others: ", args.pretrain_timesteps, "steps") as shown:
@@ -94,7 +94,7 @@ class Pretraining:
         if not args.paper:  # features that are 0 or 1, and both of them
             model.vae.binary.copy_(((states == 0) | (states == 1)).all(0) & (states.amin(0) < states.amax(0)))
         if progress["update"] and self.rng is not None:  # before the first update it follows from the episodes
-            runs.set_rng_state(self.rng)
+            set_rng_state(self.rng)
         errors = {}
         for name, first, last in (("VAE", 0, args.pretrain_updates), ("CVAE", args.pretrain_updates, self.total)):
             model.vae.requires_grad_(name == "VAE")
@@ -138,7 +138,7 @@ class Pretraining:
 
     def state_dict(self):
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        return {"rng": runs.rng_state(self.args), "start": self.start, "optimizers": optimizers, **self.progress}
+        return {"rng": rng_state(self.args.cuda), "start": self.start, "optimizers": optimizers, **self.progress}
 
     def load_state_dict(self, state):
         for matches in (state["start"]["runner"], self.runner.state_dict()):  # what does not fit is refused now

@@ -23,9 +23,11 @@ and may have
     own_graphs              true: it captures what it does by itself, so that a step cannot be captured
 """
 
+import contextlib
 import gc
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from envs import checkpoints
@@ -158,6 +160,7 @@ class EpisodeRunner:
         self.invalid_rounds = 0  # in a row
         self.last_action = torch.zeros_like(env.actions)
         self.watches = "visible_last_action" in (*fields, *getattr(player, "fields", ()))  # what the others do
+        self.rng = None  # the random state of evaluations, from the first one on
         recorded = [name for name in ("reward", *fields) if name not in ("policy", *self.per_match)]
         rows = round_up(env.episode_limit, CHUNK) + 1
         values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
@@ -319,12 +322,29 @@ class EpisodeRunner:
             self.check_stop()
         return rounds
 
+    @contextlib.contextmanager
+    def own_random_numbers(self):
+        """A context in which torch's random numbers are of this runner's stream: the caller's one stays as it is."""
+        with preserved_rng(self.env.device):
+            if self.rng is None:
+                torch.manual_seed(int(np.random.SeedSequence([torch.initial_seed(), 1]).generate_state(1)[0]))
+            else:
+                set_rng_state(self.rng)
+            try:
+                yield
+            finally:
+                self.rng = rng_state(self.env.device.type == "cuda")
+
     def evaluate(self, count):
         """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones.
 
         Each of the others plays equally often: a few episodes less may count. Encounters are played to their end, which
-        may take more episodes.
+        may take more episodes. What is drawn is not of the training's random stream: players draw when epsilon is 0, too.
         """
+        with self.own_random_numbers():
+            return self._evaluate(count)
+
+    def _evaluate(self, count):
         results, by_match = [], {}
         played, encounter, matches = 0, self.team.encounter, self.env.num_envs
         self.team.even = True
@@ -381,7 +401,8 @@ class EpisodeRunner:
     def state_dict(self):
         matches = self.env.snapshot() if self.env.simulated else None
         memory = getattr(self.player, "memory", {})
-        return {"matches": matches, "rounds": self.rounds, "team_rounds": self.team.rounds, "memory": memory}
+        rounds = {"rounds": self.rounds, "team_rounds": self.team.rounds}
+        return {"matches": matches, **rounds, "memory": memory, "rng": self.rng}
 
     def load_state_dict(self, state):
         self.rounds, self.team.rounds = (checkpoints.number(state, name, int) for name in ("rounds", "team_rounds"))
@@ -390,6 +411,7 @@ class EpisodeRunner:
             self.team.draw()
         for name, values in getattr(self.player, "memory", {}).items():
             values.copy_(state["memory"][name])
+        self.rng = state.get("rng")  # not in files of before evaluations had a random state
         if state["matches"] is not None:
             self.env.restore(state["matches"])
 
@@ -454,6 +476,17 @@ def load_player(run, env, seats):
 def preserved_rng(device):
     """A context that leaves torch's random state as it was."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def rng_state(cuda):
+    """Torch's random state: that of the CPU and, where it is used, that of the GPU."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
+
+
+def set_rng_state(state):
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state(state[1])
 
 
 def load_runner(run, env, team=None):

@@ -38,7 +38,16 @@ from tqdm import tqdm
 
 import envs
 from envs import checkpoints, files
-from envs.episodes import EpisodeRunner, GameFailed, Graphed, ScriptedPlayer, Stopped, load_runner
+from envs.episodes import (
+    EpisodeRunner,
+    GameFailed,
+    Graphed,
+    ScriptedPlayer,
+    Stopped,
+    load_runner,
+    rng_state,
+    set_rng_state,
+)
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 RETRY = 60.0  # seconds until a file that could not be written is tried again
@@ -299,17 +308,6 @@ def set_up_torch(args):
         torch.backends.mkldnn.enabled = False  # oneDNN is slow there at matrices as small as these
     _do_not_import_torch_compile()
     return torch.device("cuda" if args.cuda else "cpu")
-
-
-def rng_state(args):
-    """Torch's random state: that of the CPU and, where it is used, that of the GPU."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if args.cuda else [])]
-
-
-def set_rng_state(state):
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state(state[1])
 
 
 def check_rng_states(*states):
@@ -917,7 +915,7 @@ class Run:
         checkpoint = self._checkpoint(resume_file)
         written = True
         if resume_file is not None:
-            resume = {"steps": self.steps, "rng": rng_state(self.args)}
+            resume = {"steps": self.steps, "rng": rng_state(self.args.cuda)}
             resume |= {name: part.state_dict() for name, part in self.state.items()}
             written = checkpoints.write(resume, self.folder / resume_file)
         written = written and checkpoints.write(checkpoint, self.folder / "checkpoint.pt")

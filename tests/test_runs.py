@@ -371,6 +371,20 @@ def test_a_run_reads_no_memory_that_was_not_written(complete_run, name, tmp_path
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("iql", {"team": "2nearest1learner", "teammate_epsilon": 0.3}),
+        ("omg_iql", {"code": "sample"}),
+        pytest.param("brdiv", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_evaluations_change_nothing_in_what_is_learned(name, options, tmp_path):
+    once, often = (train(name, tmp_path, eval_interval=steps, **options)["run"] for steps in (400, 1))
+    assert len(often.progress["evals"]) > len(once.progress["evals"])
+    assert_equal(*(dict(leaves(checkpoints.read_run(run.folder)["networks"])) for run in (once, often)))
+
+
 def test_another_seed_is_another_run(complete_run, tmp_path):
     other = train("iql", tmp_path, seed=2)["run"].folder
     assert curves(complete_run("iql")["run"].folder) != curves(other)
