@@ -60,7 +60,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
 
 from envs import files, runs  # noqa: E402
 from envs.cluster import LOST, OnRay, Process, leads_outside  # noqa: E402
-from envs.results import COLOURS, curves, is_done, load_results, marl_eval, rows_of, table  # noqa: E402
+from envs.results import COLOURS, curves, has_sides, is_done, load_results, marl_eval, rows_of, table  # noqa: E402
 from envs.search import Search, parse_space  # noqa: E402
 
 
@@ -167,6 +167,12 @@ def check_args(args, extra):
     check_counts(args, ("seeds", "first_seed", "jobs", "runs_per_gpu", "trials"))
     if args.search and (args.vary or len(args.script) > 1):
         raise runs.UsageError("--search takes one script, and its options instead of --vary")
+    for env_id in args.env_ids if args.search and options_of(extra, ("team",))[1:] in ([], ["self"]) else ():
+        if has_sides(env_id):
+            message = (
+                f"--search ranks by a return, and both sides of {env_id} may learn: say who does, -- --team scripted"
+            )
+            raise runs.UsageError(message)
     stems = [Path(script).stem for script in args.script]
     if len(set(stems)) < len(stems):
         raise runs.UsageError(f"--script: several of one name, which is all that runs have of it: {' '.join(stems)}")

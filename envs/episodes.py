@@ -161,6 +161,7 @@ class EpisodeRunner:
         self.last_action = torch.zeros_like(env.actions)
         self.watches = "visible_last_action" in (*fields, *getattr(player, "fields", ()))  # what the others do
         self.rng = None  # the random state of evaluations, from the first one on
+        self.match_returns, self.side_returns = {}, []  # of the last evaluation: see returns_by_match, returns_by_side
         recorded = [name for name in ("reward", *fields) if name not in ("policy", *self.per_match)]
         rows = round_up(env.episode_limit, CHUNK) + 1
         values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
@@ -354,14 +355,23 @@ class EpisodeRunner:
             *numbers, valid = self.play()
             if left > 0:
                 valid = valid & (torch.arange(matches, device=valid.device) < left)
-            results.append([tensor[valid].cpu() for tensor in numbers])
+            results.append([tensor[valid].cpu() for tensor in (*numbers, *self.returns_by_side(numbers[0]))])
             played += len(results[-1][0])
             if len(results) > LONG_EVALUATION:  # a shorter one is finished, so that the run resumes exactly
                 self.check_stop()
             for number, returns in self.returns_by_match().items():
                 by_match.setdefault(f"return_{number}", []).append(returns[valid].cpu())
         self.match_returns = {name: torch.cat(found).mean().item() for name, found in sorted(by_match.items())}
-        return [torch.cat(tensors)[: teams if encounter == 1 else None] for tensors in zip(*results)]
+        results = [torch.cat(tensors)[: teams if encounter == 1 else None] for tensors in zip(*results)]
+        self.side_returns = [returns.nanmean().item() for returns in results[3:]]
+        return results[:3]
+
+    def returns_by_side(self, returns):
+        """[(matches,) of each side]: what its learners earn on average; nothing if learners play on one side only."""
+        if self.env.sides is None or not self.team.is_opposed():
+            return []
+        side = torch.tensor(self.env.sides, device=returns.device)[self.team.learner_seats]
+        return [torch.where(side == number, returns, torch.nan).nanmean(1) for number in (0, 1)]
 
     def returns_by_match(self):
         """number of a match in its encounter -> returns (matches,) of the last round; nothing without encounters"""

@@ -1,5 +1,6 @@
 """Results of runs: reading results.json, statistics over seeds, tables and curves."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -106,10 +107,11 @@ def summary(strata, least=-np.inf, most=np.inf):
     }  # fmt: skip
 
 
-MEASURES = {
+SIDE = "episodic_return_side_0"  # in a run whose learners play against each other: the mean over both says nothing
+MEASURES = {  # None: it says nothing about the run
     "win_rate": lambda run: run["final"]["win_rate"],
     "best_win_rate": lambda run: run["best"]["win_rate"],
-    "episodic_return": lambda run: run["final"]["episodic_return"],
+    "episodic_return": lambda run: None if SIDE in run["final"] else run["final"]["episodic_return"],
     "best_episodic_return": lambda run: run["best"]["episodic_return"],
     "seconds": lambda run: run["seconds"],
 }
@@ -144,8 +146,10 @@ def load_results(path):
         results = json.loads(path.read_bytes())
         numbers = [results["seconds"]]
         if "final" in results:
-            numbers += [measure(results) for measure in MEASURES.values()]
-            numbers += [e[name] for e in results["evals"] for name in ("steps", "win_rate", "episodic_return")]
+            names = ("win_rate", "episodic_return")
+            numbers += [results["final"][name] for name in names]
+            numbers += [value for name in names if (value := results["best"][name]) is not None]
+            numbers += [e[name] for e in results["evals"] for name in ("steps", *names)]
         for row in results.get("rows", ()):
             numbers += [row["episodes"], *(row[name] for name in ("win_rate", "return") if row["episodes"])]
             numbers += [len(row[name]) for name in ("ego", "group", "other")]
@@ -225,7 +229,10 @@ def rows_of(groups):
             row = {"script": label, "env_id": env_id, "runs": sum(map(len, strata))}
             for name, measure in MEASURES.items():
                 bounds = (0, 1) if name.endswith("win_rate") else ()
-                row[name] = summary([[measure(run) for run in runs] for runs in strata], *bounds)
+                values = [[measure(run) for run in runs] for runs in strata]
+                counts = not bounds or all(map(is_won_together, mine if env_id == "all" else [env_id]))
+                known = counts and None not in itertools.chain(*values)
+                row[name] = summary(values, *bounds) if known else None
             rows.append(row)
     return rows
 
@@ -242,10 +249,13 @@ def table(rows):
     def cells(row):
         yield from (row["script"], row["env_id"], str(row["runs"]))
         for name, form in (("win_rate", "{:.1%}"), ("episodic_return", "{:.2f}")):
+            if row[name] is None:
+                yield from "---"
+                continue
             interval = f" ({form} to {form})".format(*row[name]["iqm_interval"]) if row["runs"] > 1 else ""
             yield form.format(row[name]["mean"])
             yield form.format(row[name]["iqm"]) + interval
-            yield form.format(row[f"best_{name}"]["mean"])
+            yield form.format(row[f"best_{name}"]["mean"]) if row[f"best_{name}"] else "-"
         yield f"{row['seconds']['mean']:.0f}"
 
     win, earn = (("won, mean", "won, IQM (95%)", "best, mean"), ("return, mean", "return, IQM (95%)", "best, mean"))
@@ -253,7 +263,10 @@ def table(rows):
 
 
 def curves(groups, path):
-    """For every environment the evaluations against steps: each group's mean over seeds, and its 95% interval."""
+    """For every environment the evaluations against steps: each group's mean over seeds, and its 95% interval.
+
+    Where learners play against each other the second side is dashed.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -272,12 +285,15 @@ def curves(groups, path):
             if not seeds:
                 continue
             steps = np.linspace(max(e[0]["steps"] for e in seeds), min(e[-1]["steps"] for e in seeds), 100)
-            values = [np.interp(steps, [e["steps"] for e in run], [e[metric] for e in run]) for run in seeds]
-            band = np.transpose([mean_interval([column]) for column in np.transpose(values)])
-            if metric == "win_rate":
-                band = band.clip(0, 1)
-            (lines[label],) = axes.plot(steps, np.mean(values, 0), color=colour)
-            axes.fill_between(steps, *band, color=colour, alpha=0.2, linewidth=0)
+            sides = all(SIDE in e for run in seeds for e in run)
+            for key, dash in ((SIDE, "-"), (SIDE.replace("0", "1"), "--")) if sides else ((metric, "-"),):
+                values = [np.interp(steps, [e["steps"] for e in run], [e[key] for e in run]) for run in seeds]
+                band = np.transpose([mean_interval([column]) for column in np.transpose(values)])
+                if key == "win_rate":
+                    band = band.clip(0, 1)
+                line = axes.plot(steps, np.mean(values, 0), dash, color=colour)[0]
+                lines.setdefault(label, line)
+                axes.fill_between(steps, *band, color=colour, alpha=0.2, linewidth=0)
         words = "share of matches won" if metric == "win_rate" else "return of a match"
         axes.set(title=env_id, xlabel="environment steps", ylabel=words, xlim=(0, None))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -304,6 +320,14 @@ def is_won_together(env_id):
         return envs.make(env_id.removeprefix("sc2/")).team_reward
     except ValueError:  # an environment of the script's own
         return True
+
+
+def has_sides(env_id):
+    """Whether there are two sides with opposing interests: if both learn, no return says how good they are."""
+    try:
+        return not env_id.startswith("pettingzoo:") and envs.make(env_id).sides is not None
+    except ValueError:  # an environment of the script's own
+        return False
 
 
 def marl_eval(groups):

@@ -804,7 +804,9 @@ class Run:
             by_seat = returns[valid].mean(0).tolist()
             charts |= {f"charts/episodic_return_{seat}": value for seat, value in enumerate(by_seat)}
         self.log(charts)
-        line = f"return {episodic_return:.2f}, won {win_rate:.0%}, {speed:,.0f} steps/s"
+        line = f"return {episodic_return:.2f}, {speed:,.0f} steps/s"
+        if self.env.team_reward:
+            line = f"return {episodic_return:.2f}, won {win_rate:.0%}, {speed:,.0f} steps/s"
         self.bar.show(self.steps, line, now=True)
         self.logged_at = time.time()
         self.logged_steps = self.steps
@@ -818,10 +820,22 @@ class Run:
     def log_evaluation(self, returns, lengths, won, **groups):
         """Logs the results of EpisodeRunner.evaluate, and further metrics, a dictionary for each group."""
         groups |= self._encounters()
-        result = {"win_rate": won.float().mean().item(), "episodic_return": returns.mean().item()}
-        for group, metrics in {"eval": result, **groups}.items():
+        result = {"win_rate": won.float().mean().item(), "episodic_return": returns.mean().item(), **self._by_side()}
+        shown = {name: result[name] for name in dict.fromkeys(("win_rate", *self._measures()))}
+        for group, metrics in {"eval": shown, **groups}.items():
             self.log({f"{group}/{name}": value for name, value in metrics.items()})
         self.progress["evals"].append({"steps": self.steps, "seconds": time.time() - self.started, **result})
+
+    def _by_side(self):
+        """The mean return of each side in the last evaluation, if learners play against each other."""
+        found = getattr(self.state.get("eval_runner"), "side_returns", [])
+        return {f"episodic_return_side_{side}": mean for side, mean in enumerate(found)}
+
+    def _measures(self):
+        """What says how good a run is. Who wins does if the reward is the team's; else `won` may be somebody else's
+        success. The mean over two sides that learn against each other does not.
+        """
+        return ["win_rate"] * bool(self.env.team_reward) + [*(self._by_side() or ["episodic_return"])]
 
     def _encounters(self):
         """The mean returns by the number of a match in its encounter, if there are encounters."""
@@ -833,11 +847,13 @@ class Run:
         groups |= self._encounters()
         self.progress |= {"seconds": time.time() - self.started, "complete": True}
         saved = self.save()
-        final = summary_of(returns, lengths, won)
+        final, measures, sides = summary_of(returns, lengths, won) | self._by_side(), self._measures(), self._by_side()
         script = self._best_script()
         self._set_bar(None)
         best = {
             key: max([final[key], *(evaluation[key] for evaluation in self.progress["evals"])])
+            if key in measures
+            else None
             for key in ("win_rate", "episodic_return")
         }
         results = {
@@ -856,19 +872,24 @@ class Run:
             "args": asdict(self.args),
         }
         saved = write_json(results, self.folder / "results.json") and saved
-        self.log({f"eval/{key}": final[key] for key in best})
+        self.log({f"eval/{key}": final[key] for key in dict.fromkeys(("win_rate", *measures))})
         figures = {"final": final, "best": best, **({"best_script": script} if script else {})}
-        figures = {f"{group}/{key}": content[key] for group, content in figures.items() for key in best}
+        figures = {f"{group}/{key}": found[key] for group, found in figures.items() for key in measures if key in found}
         self.log(figures)
         self.writer.add_hparams(asdict(self.args), figures)
         low, high = final["win_rate_interval"]
         print(f"{self.progress['seconds']:.1f} s, {self.steps:,} steps, {self.learner.updates:,} updates")
-        share = f"{final['win_rate']:.1%} ({100 * low:.1f} to {100 * high:.1f})"
+        share = f" won {final['win_rate']:.1%} ({100 * low:.1f} to {100 * high:.1f})"
         played = f"encounters of {self.env.encounters} matches" if self.env.encounters > 1 else "matches"
-        line = f"of {len(won)} greedy {played} won {share}, return {final['episodic_return']:.2f}"
+        line = f"of {len(won)} greedy {played}{share}" if self.env.team_reward else f"{len(won)} greedy {played}"
+        if sides:
+            line += ", return {:.2f} of one side, {:.2f} of the other".format(*sides.values())
+        else:
+            line += f", return {final['episodic_return']:.2f}"
         if script:
             seats = "its seat" if returns.shape[1] == 1 else "its seats"
-            line += "; `{policy}` in {}: {win_rate:.1%}, return {episodic_return:.2f}".format(seats, **script)
+            share = f"{script['win_rate']:.1%}, " if self.env.team_reward else ""
+            line += f"; `{script['policy']}` in {seats}: {share}return {script['episodic_return']:.2f}"
         print(line)
         if self.args.capture_video:
             self.record_video()
@@ -876,7 +897,7 @@ class Run:
             raise Exit(f"the results could not be written to {self.folder}", 1)
 
     def _best_script(self):
-        """What the best scripted policy wins in the learner's seats, in the matches of the last evaluation.
+        """What the best scripted policy has in the learner's seats, in the matches of the last evaluation.
 
         None where nobody else plays, where there is no script, and in the real game, whose matches do not repeat.
         """
@@ -890,7 +911,8 @@ class Run:
             stand_in.load_state_dict(self.before_evaluation)
             found.append({"policy": policy, **summary_of(*stand_in.evaluate(self.args.final_eval_episodes))})
             self.bar.show(len(found))
-        return max(found, key=lambda summary: (summary["win_rate"], summary["episodic_return"]))
+        won = runner.env.team_reward  # else it may be another's success
+        return max(found, key=lambda summary: (won and summary["win_rate"], summary["episodic_return"]))
 
     def record_video(self):
         """Writes and logs match.gif: a match of the final policy, in the team of the run."""

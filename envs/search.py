@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from envs import files
-from envs.results import load_results, metric_of
+from envs.results import SIDE, load_results, metric_of
 
 FAILURES = 3  # trials that may fail before one succeeds
 DRAWS = 100  # how often Optuna is asked for a setting that is new
@@ -99,7 +99,8 @@ class Search:
             if number not in self.results and not any(job in pending for job in jobs):
                 runs = [job.done(self.root) for job in jobs]
                 found = [load_results(run / "results.json") for run in runs] if all(runs) else []
-                self.results[number] = [run["final"] for run in found if "final" in run] or None
+                finals = [run["final"] for run in found if "final" in run and SIDE not in run["final"]]
+                self.results[number] = finals or None
 
     def scores(self):
         """{number: mean over its runs} of the trials that are done, and what was measured."""

@@ -35,6 +35,8 @@ from envs import checkpoints, files, runs
 from envs.battle import Battle
 from envs.checkpoints import read
 from envs.episodes import EpisodeRunner, ScriptedPlayer, load_runner
+from envs.results import curves as curves_of
+from envs.results import load_results, rows_of, table
 from envs.starcraft2 import StarCraft2
 from envs.team import Team, read_pool
 
@@ -155,18 +157,20 @@ def test_a_video_of_the_final_policy_and_the_figures_are_in_tensorboard(tmp_path
     assert events.Images("eval/match")[0].encoded_image_string == (folder / "match.gif").read_bytes()
     results = json.loads((folder / "results.json").read_text())
     for group in ("final", "best", "best_script"):
-        for key in ("win_rate", "episodic_return"):
-            assert events.Scalars(f"{group}/{key}")[0].value == pytest.approx(results[group][key])
+        assert events.Scalars(f"{group}/episodic_return")[0].value == pytest.approx(results[group]["episodic_return"])
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= events.summary_metadata.keys()
 
 
-@pytest.mark.parametrize("encounter", [1, 3])
-def test_the_best_script_plays_the_matches_of_the_evaluation(encounter):
-    """Against evaluations of their own, from the same seed, with each script in the learner's seat."""
+@pytest.mark.parametrize(("env_id", "encounter"), [("stag_hunt_4x4", 1), ("stag_hunt_4x4", 3), ("kuhn", 1)])
+def test_the_best_script_plays_the_matches_of_the_evaluation(env_id, encounter):
+    """Against evaluations of their own, from the same seed, with each script in the learner's seat. Rewards are one's
+    own here, so it is the best by return: in Kuhn `won` is the first player's success, and the learner is the second.
+    """
     results = {}
-    for policy in ("NS", "NH", "RAND"):
-        env = envs.make("stag_hunt_4x4", num_envs=8, seed=3)
-        team = Team(env, "1NS2NH1learner", seed=4, encounter=encounter)
+    for policy in envs.make(env_id).policies:
+        env = envs.make(env_id, num_envs=8, seed=3)
+        spec, seat = ("1NS2NH1learner", "rotate") if env_id != "kuhn" else ("scripted", "1")
+        team = Team(env, spec, seat=seat, seed=4, encounter=encounter)
         runner = EpisodeRunner(env, team, ScriptedPlayer(env, policy))
         runner.evaluate(10)
         before = runner.state_dict()
@@ -174,10 +178,12 @@ def test_the_best_script_plays_the_matches_of_the_evaluation(encounter):
     args, bar = iql.Args(final_eval_episodes=20), Mock()
     run = SimpleNamespace(state={"eval_runner": runner}, args=args, before_evaluation=before, bar=bar, _set_bar=Mock())
     found = runs.Run._best_script(run)
-    run._set_bar.assert_called_once_with("scripts in the learner's seat: ", 3, "policies")
-    assert [call.args for call in bar.show.call_args_list] == [(1,), (2,), (3,)]
-    best = max(results, key=lambda policy: (results[policy]["win_rate"], results[policy]["episodic_return"]))
-    assert found == {"policy": best, **results[best]} and len({str(result) for result in results.values()}) == 3
+    results = {policy: results[policy] for policy in env.default_others or env.policies}
+    run._set_bar.assert_called_once_with("scripts in the learner's seat: ", len(results), "policies")
+    assert [call.args for call in bar.show.call_args_list] == [(number + 1,) for number in range(len(results))]
+    best = max(results, key=lambda policy: results[policy]["episodic_return"])
+    assert found == {"policy": best, **results[best]}
+    assert len({str(result) for result in results.values()}) == len(results)
     runner.team.used = []  # nobody else plays
     assert runs.Run._best_script(SimpleNamespace(state={"eval_runner": runner})) is None
 
@@ -192,6 +198,28 @@ def test_the_last_line_says_what_the_learner_is_worth(tmp_path, capsys):
         f"{final['episodic_return']:.2f}; `{script['policy']}` in its seat: {script['win_rate']:.1%}, return "
         f"{script['episodic_return']:.2f}"
     )
+
+
+def test_sides_that_learn_against_each_other_have_returns_of_their_own(tmp_path, capsys):
+    """The mean over both would be 0, whatever is learned; and who wins is the success of one side only."""
+    folder = train("iql", tmp_path, env_id="kuhn", team="self")["run"].folder
+    found, lines = load_results(folder / "results.json"), capsys.readouterr().out.splitlines()
+    keys = [f"episodic_return_side_{side}" for side in (0, 1)]
+    log, final = read_log(folder), found["final"]
+    for key, earned in zip(keys, final["returns_by_agent"], strict=True):
+        assert final[key] == pytest.approx(earned)
+        for group in ("eval", "final"):
+            assert log[f"{group}/{key}"][-1][1] == pytest.approx(earned)
+    assert final[keys[0]] == pytest.approx(-final[keys[1]]) != 0
+    assert all(row.keys() >= {*keys} for row in found["evals"])
+    assert found["best"] == {"win_rate": None, "episodic_return": None}
+    assert not {"eval/episodic_return", "final/episodic_return", "best/episodic_return"} & log.keys()
+    assert not {"final/win_rate", "best/win_rate"} & log.keys() and not any("won" in line for line in lines)
+    means = "return {:.2f} of one side, {:.2f} of the other".format(*final["returns_by_agent"])
+    assert lines[-1] == f"6 greedy matches, {means}"
+    groups = {("iql", "kuhn"): [found]}
+    assert [cell.strip() for cell in table(rows_of(groups)).splitlines()[-1].split("|")[4:10]] == ["-"] * 6
+    curves_of(groups, tmp_path / "curves.png")
 
 
 # ---- progress ----
@@ -1118,8 +1146,7 @@ def test_wandb_mirrors_the_log_and_a_run_that_goes_on_goes_on_there(tmp_path):
     assert {"losses/td_loss", "charts/win_rate"} <= {key for row in rows.values() for key in row}
     results = json.loads((folder / "results.json").read_text())
     for group in ("final", "best", "best_script"):
-        for key in ("win_rate", "episodic_return"):
-            assert float(summary[f"{group}/{key}"]) == pytest.approx(results[group][key])
+        assert float(summary[f"{group}/episodic_return"]) == pytest.approx(results[group]["episodic_return"])
 
 
 def test_rows_of_pretraining_come_before_the_steps_in_wandb(tmp_path):

@@ -227,6 +227,11 @@ def test_on_a_terminal_every_run_at_work_has_a_line(tmp_path, monkeypatch):
         ({"report": "../sweep"}, [], r"--report \.\./sweep is a name, not a path"),
         ({"search": ("seed=1..3",)}, [], "--seed is the sweep's to set: use --seeds"),
         ({"search": ("pause=1..3",), "vary": (("pause", "1"),)}, [], "--search takes one script"),
+        (
+            {"search": ("pause=1..3",), "env_ids": ("a", "kuhn")},
+            [],
+            "--search ranks by a return, and both sides",
+        ),
         ({"report": "a/b"}, [], "--report a/b is a name, not a path"),
     ],
 )
