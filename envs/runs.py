@@ -245,6 +245,12 @@ def check_team_options(args):
     """Rejects options that do not go together."""
     if args.team != "self" and not getattr(args, "share_parameters", True):
         raise UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
+    if args.team == "self":
+        unused = {"seat": args.seat != "rotate", "mix_teammates": args.mix_teammates}
+        unused["teammate_epsilon"] = args.teammate_epsilon not in (0.0, (0.0, 0.0))
+        unused["encounter"] = args.encounter > 1 and not args.keep_memory
+        for name in (name for name, given in unused.items() if given):
+            raise UsageError(f"{option(name)} is for a learner among others: with --team self there are none")
     if args.tell_who and args.team == "self":
         raise UsageError("--tell-who is for a learner among others: with --team self there are none to tell of")
     if args.tell_who and args.capture_video:
@@ -499,21 +505,33 @@ def duration(seconds):
 
 # ---- networks of earlier runs ----
 def initialise_from(run, learner):
-    """--init: loads the networks that both runs have. A mixer of other sizes stays new; other misfits are errors."""
+    """--init: loads the networks that both runs have. A mixer of other sizes stays new; other misfits are errors.
+
+    Where the run has no `target_<name>` this one starts from <name>, as in a new run.
+    """
     try:
         saved = checkpoints.read_run(run)
         checkpoints.check_env("it", saved, learner.env)
         networks = saved["networks"]
     except ValueError as error:
         raise UsageError(f"--init {run}: {error}") from None
+    theirs, mine = (_agents_output(found) for found in (networks, learner.networks()))
+    if theirs != mine:
+        misfit = f"the agents of a run of {saved['algorithm']}.py have {theirs} as outputs, and here they have {mine}"
+        raise UsageError(f"--init {run}: {misfit}")
     for name, network in learner.networks().items():
-        weights = networks.get(name)
+        weights = networks.get(name, networks.get(name.removeprefix("target_")))
         fits = weights is not None and _shapes(weights) == _shapes(network.state_dict())
         if fits:
             network.load_state_dict(weights)
         elif name == "agents" or (weights is not None and "mixer" not in name):
             misfit = f"the {name} of a run of {saved['algorithm']}.py have other sizes or options"
             raise UsageError(f"--init {run}: {misfit}")
+
+
+def _agents_output(networks):
+    """What networks that may have the same sizes are for: beside a critic the agents are policies, else values."""
+    return "the logits of a policy" if "critic" in networks else "action values"
 
 
 def _shapes(weights):

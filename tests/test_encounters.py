@@ -275,6 +275,10 @@ def test_without_recurrence_only_the_present_matters():
         ({"tell_who": True, "capture_video": True}, "--tell-who has no video"),
         ({"keep_memory": True}, "--keep-memory is for encounters of several matches"),
         ({"encounter": 0}, "--encounter is above 0, not 0"),
+        ({"encounter": 5, "team": "self"}, "--encounter is for a learner among others"),
+        ({"teammate_epsilon": (0.0, 0.3), "team": "self"}, "--teammate-epsilon is for a learner among others"),
+        ({"seat": 1, "team": "self"}, "--seat is for a learner among others"),
+        ({"mix_teammates": True, "team": "self"}, "--mix-teammates is for a learner among others"),
     ],
 )
 def test_options_that_do_not_go_together(options, message, tmp_path):

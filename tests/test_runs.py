@@ -25,7 +25,18 @@ import pytest
 import torch
 import tyro
 from PIL import Image
-from scripts import ALL_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS, command_line, read_log, resume_file, stopped, train
+from scripts import (
+    ALL_SCRIPTS,
+    ROOT,
+    SCRIPTS,
+    TEAM_SCRIPTS,
+    command_line,
+    read_log,
+    resume_file,
+    stopped,
+    train,
+    write_run,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import envs
@@ -531,6 +542,24 @@ def test_a_run_starts_from_the_networks_that_both_have(complete_run, name, earli
     assert len(both) == (32 if name == earlier else 16)  # 8 tensors of each network
     assert_equal({key: before[key] for key in both}, {key: after[key] for key in both})
     assert not torch.equal(before["/agents/fc2.weight"], before["/target_agents/fc2.weight"])
+
+
+def test_a_target_network_that_the_run_lacks_is_a_copy(complete_run, tmp_path):
+    saved = read(complete_run("iql")["run"].folder / "checkpoint.pt")
+    del saved["networks"]["target_agents"]
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    weights = weights_of(train("iql", tmp_path, init=tmp_path, batch_size=8, total_timesteps=1)["run"].folder)
+    for key, value in saved["networks"]["agents"].items():
+        assert torch.equal(weights[f"/agents/{key}"], value) and torch.equal(weights[f"/target_agents/{key}"], value)
+
+
+@pytest.mark.parametrize(("name", "earlier"), [("iql", "coma"), ("coma", "iql")])
+def test_values_do_not_become_policies(name, earlier, tmp_path):
+    folder = write_run(tmp_path / "run", earlier, envs.make("3m"))  # the networks have the same sizes
+    with pytest.raises(
+        SystemExit, match=rf"--init .*: the agents of a run of {earlier}\.py have .* and here they have"
+    ):
+        train(name, tmp_path, init=folder)
 
 
 def test_a_mixer_for_other_seats_stays_new(complete_run, tmp_path):
