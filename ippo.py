@@ -89,7 +89,7 @@ from envs.team import Team, TellWho  # noqa: E402
 VALUE_NORM_DECAY = 0.99  # of the statistics of returns, by rollout
 CRITIC_INPUT = "obs"  # what the critic sees, besides last action and seat: what the agent sees
 FIELDS = (  # recorded for learning, besides reward, seat and h
-    "obs", "avail", "alive", "action", "log_prob", "terminated", "truncated", "mask", "last_action", "next_alive",
+    "obs", "avail", "alive", "action", "log_prob", "terminated", "truncated", "last_action", "next_alive",
     CRITIC_INPUT, f"next_{CRITIC_INPUT}",
 )  # fmt: skip
 
@@ -196,7 +196,7 @@ class Critic(RecurrentNetwork):
 
     def __init__(self, args, env):
         super().__init__(args, env, getattr(env, f"{CRITIC_INPUT}_dim"), 1, 1.0)
-        self.register_buffer("moments", torch.zeros(3, device=env.device))  # 1, return and its square, averaged
+        self.register_buffer("moments", torch.zeros(3, device=env.device))  # 1, return, its square: means
 
     def statistics(self):
         """Mean and standard deviation of returns; 0 and 1 before there are any."""
@@ -205,7 +205,8 @@ class Critic(RecurrentNetwork):
         return mean, torch.where(weight > 0, (square - mean.square()).clamp(min=1e-4).sqrt(), 1.0)
 
     def update_statistics(self, returns, mask):
-        batch = torch.stack([masked_mean(x, mask) for x in (torch.ones_like(returns), returns, returns.square())])
+        entries = (torch.ones_like(returns), returns, returns.square())  # each counts the same, in any rollout
+        batch = torch.stack([torch.where(mask, x, 0.0).mean() for x in entries])
         self.moments.lerp_(batch, 1 - VALUE_NORM_DECAY)
 
 
@@ -323,13 +324,13 @@ class Learner:
         mean, std = self.critic.statistics()
         value = output.squeeze(-1) * std + mean  # (steps, matches, seats)
         next_value = next_output.view_as(output).squeeze(-1) * std + mean
-        mask, alive = rollout["mask"].unsqueeze(-1).expand_as(value), rollout["alive"]
+        alive = rollout["alive"]
+        mask = alive if self.env.leaving_ends else torch.ones_like(alive)
         terminated, truncated = rollout["terminated"].unsqueeze(-1), rollout["truncated"].unsqueeze(-1).clone()
         if not self.args.bootstrap_truncated:
             terminated = terminated | truncated
         truncated[-1] = True  # here the rollout ends: the next value stands for all that follows
         if self.env.leaving_ends:  # an agent's own game ends when it leaves
-            mask = mask & alive
             terminated = terminated | ~rollout["next_alive"]
         reward = torch.where(mask, rollout["reward"], 0.0)
         target = lambda_returns(reward, next_value, terminated, truncated, self.args.gamma, self.args.gae_lambda)
@@ -369,8 +370,7 @@ class Learner:
         logs = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropy}
         logs["losses/approx_kl"] = masked_mean(ratio - 1 - log_ratio, mask)
         logs["losses/clip_fraction"] = masked_mean(((ratio - 1).abs() > clip).float(), mask)
-        share = batch["mask"].float().mean()  # of matches that do not wait: no step played counts more than another
-        return share * (policy_loss - self.args.ent_coef * entropy + value_loss), logs
+        return policy_loss - self.args.ent_coef * entropy + value_loss, logs
 
     def update(self, batch):
         loss, logs = self.loss(batch)
@@ -416,9 +416,8 @@ if __name__ == "__main__":
 
     with runs.Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():
-            # ALGO LOGIC: play a few steps of every match, learn from them (with team-mates: until all matches are over)
-            for rollout in runner.rollouts():
-                learner.learn(rollout, run.steps / args.total_timesteps)
+            # ALGO LOGIC: play a few steps of every match, learn from them
+            learner.learn(runner.next_rollout(), run.steps / args.total_timesteps)
 
             steps, episodes = runner.counts.tolist()
             run.count(steps, episodes)

@@ -408,6 +408,10 @@ class EpisodeRunner:
         episodes = {name: values[:rows, matches] for name, values in self.episodes.items()}
         return episodes | {"lengths": lengths, "policy_id": self.team.policy_id[matches]}
 
+    def others_stay(self):
+        """Whether it is in the middle of an encounter, with the same others again."""
+        return self.rounds % self.team.encounter > 0
+
     def state_dict(self):
         matches = self.env.snapshot() if self.env.simulated else None
         memory = getattr(self.player, "memory", {})
@@ -416,7 +420,7 @@ class EpisodeRunner:
 
     def load_state_dict(self, state):
         self.rounds, self.team.rounds = (checkpoints.number(state, name, int) for name in ("rounds", "team_rounds"))
-        if self.rounds % self.team.encounter:  # in the middle of an encounter: the same others again
+        if self.others_stay():
             self.team.rounds -= 1
             self.team.draw()
         for name, values in getattr(self.player, "memory", {}).items():

@@ -1,33 +1,45 @@
 """Plays a fixed number of steps of all matches at a time and records them: what policy gradients learn from.
 
     runner = RolloutRunner(env, team, player, fields=("obs", "avail", "action", "next_obs"), steps=32)
-    for rollout in runner.rollouts():
-        rollout["obs"]                                      # (steps, matches, seats, obs_dim)
-    returns, lengths, won, ended = runner.results           # of the matches that ended in these rollouts
+    rollout = runner.next_rollout()
+    rollout["obs"]                                          # (steps, matches, seats, obs_dim)
+    returns, lengths, won, ended = runner.results           # of the matches that ended in this rollout
 
-Where nobody but the learner plays, a match that is over starts anew at once, and the next rollout goes on where the
-last one stopped. Team-mates are drawn for all matches at the same time: there a match that is over waits for the
-others, and `rollouts()` goes on to the end of the round.
+A match that is over starts anew at once, and the next rollout goes on where the last one stopped. Team-mates are drawn
+for all matches at the same time. They stay for a round, so many rollouts that several matches fit in, however long they
+are. At its end the matches that still go on are cut off: they count as rollouts that end do, by the value of what would
+follow, but not as matches played.
 """
+
+import sys
 
 import torch
 
+from envs import checkpoints
 from envs.batch import memory_of
 from envs.episodes import EpisodeRunner
 
+# Matches of the longest kind in a round, at least: with fewer more steps are of matches without an end, with more new
+# team-mates come later. Of encounters that are one episode there are two.
+MATCHES = 4
+STATE = ("last_action", "team_last_action", "returns", "lengths")
+
 
 class RolloutRunner(EpisodeRunner):
-    """Besides the fields of EpisodeRunner there are `truncated`; `last_action` (-1 where a match begins); `mask`
-    (steps, matches), whether a match was running; `next_<name>`, what was seen after a step, before a match started
-    anew; and `h` (1, matches, ...), the player's hidden state before the first step.
+    """Besides the fields of EpisodeRunner there are `truncated`; `last_action` (-1 where a match begins);
+    `next_<name>`, what was seen after a step, before a match started anew; and `h` (1, matches, ...), the player's
+    hidden state before the first step.
     """
 
     def __init__(self, env, team, player, fields, steps):
         super().__init__(env, team, player)
-        self.continuous = not team.used
+        matches = max(MATCHES, team.encounter, 2 * env.encounters)
+        longest = matches * env.episode_limit // env.encounters
+        self.rollouts_in_round = -(-longest // steps) if team.used else sys.maxsize
+        self.rollouts = 0  # played so far
         self.returns = torch.zeros_like(team.select(env.reward))
         self.results = [torch.zeros_like(x) for x in (self.returns, self.lengths, self.running, self.running)]
-        self.counts = torch.zeros(2, dtype=torch.long, device=env.device)  # steps and matches of the last rollouts()
+        self.counts = torch.zeros(2, dtype=torch.long, device=env.device)  # steps and matches of the last rollout
         ends = {"terminated": env.terminated, "truncated": env.terminated}
         values = self._before() | self._fields(action=env.actions, reward=env.reward, **ends) | self._after()
         values |= self.outputs
@@ -40,37 +52,34 @@ class RolloutRunner(EpisodeRunner):
         self.play_rollout = self._graphed(self._play_rollout)
 
     def _before(self):
-        return self._fields(obs=self.env.obs, last_action=self.last_action, mask=self.running, **self.env.info)
+        return self._fields(obs=self.env.obs, last_action=self.last_action, **self.env.info)
 
     def _after(self):
         return {f"next_{name}": values for name, values in self._fields(obs=self.env.obs, **self.env.info).items()}
 
-    def rollouts(self):
-        """Yields one rollout, or those of a round. All of them use the same memory."""
-        if not self.running.any():
+    def next_rollout(self):
+        """Plays on; returns what was recorded, in memory that the next rollout uses too."""
+        if self.rollouts % self.rollouts_in_round == 0:
             self._begin()
         self.results[-1].zero_()
         self.counts.zero_()
-        while True:
-            self.play_rollout()
-            yield self.rollout
-            if self.continuous or not self.running.any():
-                break
+        self.play_rollout()
+        self.rollouts += 1
+        return self.rollout
 
     def _begin(self):
-        """Starts a match everywhere."""
-        if self.rounds % self.team.encounter == 0:
-            self._draw_others()
+        """Starts a match everywhere, with new team-mates."""
+        self._draw_others()
         self.rounds += 1
         self.env.reset()
         self.running.fill_(True)
         self._clear(self.running)
-        self.team_last_action.fill_(-1)
 
     def _clear(self, mask):
         """Forgets the last match where one begins."""
         self.player.reset(mask)
-        self.last_action.masked_fill_(mask.unsqueeze(1), -1)
+        for last_action in (self.last_action, self.team_last_action):
+            last_action.masked_fill_(mask.unsqueeze(1), -1)
         self.returns.masked_fill_(mask.unsqueeze(1), 0.0)
         self.lengths.masked_fill_(mask, 0)
 
@@ -83,23 +92,30 @@ class RolloutRunner(EpisodeRunner):
             fields = self._fields(action=action, reward=reward, terminated=terminated, truncated=truncated)
             self._record(self.rollout, row, fields | self.outputs | self._after())
             self.returns += fields["reward"]
-            self.lengths += self.running
-            over = (terminated | truncated) & self.running
+            self.lengths += 1
+            over = terminated | truncated
             self.counts += torch.stack((self.running.sum(), over.sum()))
             for last, values in zip(self.results, (self.returns, self.lengths, info["won"], over)):
                 last.copy_(torch.where(over.view(-1, *(1 for _ in last.shape[1:])), values, last))
-            if self.continuous:
-                self.env.reset(mask=over)
-                self._clear(over)
-            else:
-                self.running &= ~over
+            self.env.reset(mask=over)
+            self._clear(over)
+
+    def others_stay(self):
+        return self.rollouts % self.rollouts_in_round > 0
 
     def state_dict(self):
-        names = ("last_action", "running", "returns", "lengths")
-        return super().state_dict() | {name: getattr(self, name) for name in names} | {"h": self.player.h}
+        state = {name: getattr(self, name) for name in ("rollouts", *STATE)} | {"h": self.player.h}
+        return super().state_dict() | state | {"team": self.team.memory()}
 
     def load_state_dict(self, state):
+        played = 0 if self.team.used else 1  # of before rollouts were counted, which saved at the end of a round
+        self.rollouts = checkpoints.number({"rollouts": played, **state}, "rollouts", int)
         super().load_state_dict(state)
-        for name in ("last_action", "running", "returns", "lengths"):
-            getattr(self, name).copy_(state[name])
+        if not self.others_stay():
+            return
+        self.running.fill_(True)
+        for name in STATE:
+            getattr(self, name).copy_(state.get(name, self.last_action))
         self.player.h.copy_(state["h"])
+        if self.team.used:
+            self.team.restore(state["team"])

@@ -210,6 +210,17 @@ class Team:
         for policy, player in self.players.items():
             player.assign((policy_id == policy).any(1))
 
+    def memory(self):
+        """What the team-mates remember in the middle of their matches."""
+        stacked = {"stacked": {"hidden": self.networks.hidden}} if self.networks.count else {}
+        return stacked | {str(policy): tensors_of(player.player) for policy, player in self.players.items()}
+
+    def restore(self, memory):
+        """Continues with that memory, in the same matches."""
+        for name, tensors in self.memory().items():
+            for key in tensors.keys() & memory[name].keys():
+                tensors[key].copy_(memory[name][key])
+
     def is_opposed(self):
         """Whether learners of one match are on different sides."""
         sides = getattr(self.env, "sides", None)
@@ -330,6 +341,12 @@ class RunPlayer:
             watched["visible_last_action"] = visible_last_action(self.env.visible[self.match], last_action)
         inputs = Inputs(obs, avail, last_action, last_action, self.seats, match=self.match, **watched)
         return self.player.act(inputs, 0.0)[self.row]
+
+
+def tensors_of(player):
+    """Its tensors by name: its memory is among them."""
+    found = vars(getattr(player, "player", player))  # of SeatSelection the player that it selects from
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 class StackedNetworks:
@@ -498,12 +515,19 @@ class TellWho:
 
     def reset(self, *args, **options):
         _, info = self._env.reset(*args, **options)
+        return self._tell_who(), info
+
+    def restore(self, snapshot):
+        self._env.restore(snapshot)
+        self._tell_who()
+
+    def _tell_who(self):
         n_agents = self.n_agents
         seats = torch.arange(n_agents, device=self.device)
         others = (seats.unsqueeze(1) + seats[1:]) % n_agents  # (n_agents, n_agents - 1)
         policy_id = self._team.policy_id[:, others]
         self._obs[..., self._env.obs_dim :] = (policy_id.unsqueeze(-1) == self._used).flatten(2)
-        return self._tell(), info
+        return self._tell()
 
     def step(self, actions):
         _, *results = self._env.step(actions)

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import POLICY_SCRIPTS, QUICK_POLICY, make_learner, matrix_game, read_log, stopped, train, write_run
+from scripts import POLICY_SCRIPTS, QUICK, QUICK_POLICY, make_learner, matrix_game, read_log, stopped, train, write_run
 from test_runs import assert_same_run
 
 import envs
+import ippo
+import iql
+from envs import checkpoints
 from envs.episodes import EpisodeRunner, Inputs, load_player
 from envs.rollouts import RolloutRunner
 from envs.team import Team
@@ -41,18 +44,13 @@ def learner_of(name, team_reward=True, device="cpu", **options):
     return make_learner(name, env, make_args(name, **sizes, **options))
 
 
-def make_rollout(seed=0, noise=1.0):
-    """Matches that end within a rollout: some start anew at once, the last two wait for its end behind their own."""
+def make_rollout(seed=0):
+    """Matches that end within a rollout and start anew at once."""
     random = torch.Generator().manual_seed(seed)
     shape = (STEPS, MATCHES, SEATS)
     terminated = torch.rand(shape[:2], generator=random) < 0.15
     truncated = (torch.rand(shape[:2], generator=random) < 0.15) & ~terminated
     over = terminated | truncated
-    mask = torch.ones(shape[:2], dtype=torch.bool)
-    terminated[3:, 3], truncated[5, 4] = True, True
-    mask[4:, 3], mask[6:, 4] = False, False
-    over[:3, 3], over[3, 3], over[:5, 4], over[5, 4] = False, True, False, True
-    terminated[:3, 3], truncated[:4, 3], terminated[:6, 4], truncated[:5, 4] = False, False, False, False
     alive, last_action, running = torch.zeros(*shape).bool(), torch.zeros(shape).long(), torch.ones(MATCHES, SEATS) > 0
     action = torch.randint(ACTIONS, shape, generator=random)
     next_alive = alive.clone()
@@ -63,7 +61,7 @@ def make_rollout(seed=0, noise=1.0):
         running = running & (torch.rand(running.shape, generator=random) < 0.9)
         next_alive[t] = running
         running = running | over[t].unsqueeze(1)
-    found = {"mask": mask, "terminated": terminated, "truncated": truncated, "action": action, "alive": alive}
+    found = {"terminated": terminated, "truncated": truncated, "action": action, "alive": alive}
     found |= {"last_action": last_action, "next_alive": next_alive, "avail": torch.ones(*shape, ACTIONS).bool()}
     for name, size in (("obs", OBS), ("agent_state", STATE)):
         values = torch.randn((STEPS + 1, *shape[1:], size), generator=random)
@@ -71,9 +69,6 @@ def make_rollout(seed=0, noise=1.0):
         found |= {name: values[:-1], f"next_{name}": torch.where(over[..., None, None], final, values[1:])}
     found["log_prob"] = torch.randn(shape, generator=random) / 4 - 1.4
     found["reward"] = torch.randn(shape, generator=random)
-    for name in ("obs", "agent_state", "reward", "next_obs", "next_agent_state"):
-        values = found[name]
-        values[~mask] = noise * torch.randn(values[~mask].shape, generator=random)
     found |= {"seat": torch.arange(SEATS).repeat(1, MATCHES, 1), "h": torch.zeros(1, MATCHES, SEATS, 16)}
     return found, over
 
@@ -106,7 +101,7 @@ def test_advantages_and_targets_are_those_of_plain_loops(name, team_reward, boot
             following = 0.0
             for t in reversed(range(STEPS)):
                 left = not team_reward and not rollout["alive"][t, m, a]
-                if not rollout["mask"][t, m] or left:
+                if left:
                     continue
                 value = 2 * rollout[seen][t, m, a, 0].item() + 0.5
                 next_value = 2 * rollout[f"next_{seen}"][t, m, a, 0].item() + 0.5
@@ -129,17 +124,6 @@ def test_advantages_and_targets_are_those_of_plain_loops(name, team_reward, boot
         assert learner.estimates["advantage"][entry].item() == pytest.approx(normalised.item(), abs=1e-4)
     assert int(learner.estimates["value_mask"].sum()) == len(expected)
     assert int(learner.estimates["policy_mask"].sum()) == len(entries) < MATCHES * STEPS * SEATS
-
-
-@EVERY_SCRIPT
-def test_what_is_behind_the_end_of_a_match_changes_nothing(name):
-    results = []
-    for noise in (0.0, 100.0):
-        torch.manual_seed(0)
-        learner, (rollout, _) = learner_of(name), make_rollout(noise=noise)
-        learner.learn(rollout, 0.0)
-        results.append(torch.cat([p.detach().flatten() for p in (*learner.parameters, learner.critic.moments)]))
-    torch.testing.assert_close(*results, rtol=0, atol=1e-6)
 
 
 @EVERY_SCRIPT
@@ -168,6 +152,16 @@ def test_statistics_are_those_of_the_returns():
     torch.testing.assert_close(std, returns[mask].std(correction=0), rtol=1e-3, atol=1e-3)
 
 
+def test_every_entry_counts_the_same_in_the_statistics_of_the_returns():
+    """Also one of a rollout that has few which count."""
+    critic, mask = learner_of("ippo").critic, torch.arange(100).view(10, 10) < 90
+    critic.update_statistics(torch.full((10, 10), 1.0), mask)
+    critic.update_statistics(torch.full((10, 10), 11.0), ~mask)
+    older = ippo.VALUE_NORM_DECAY
+    expected = (90 * older * 1.0 + 10 * 11.0) / (90 * older + 10)
+    assert critic.statistics()[0].item() == pytest.approx(expected, rel=1e-4)
+
+
 # ---- masks ----
 @EVERY_SCRIPT
 def test_a_dead_agent_contributes_nothing_to_the_gradient_of_the_policy(name):
@@ -179,10 +173,9 @@ def test_a_dead_agent_contributes_nothing_to_the_gradient_of_the_policy(name):
         learner.loss({**rollout, **learner.estimates, "obs": obs})[0].backward()
         return obs.grad.abs().sum(-1) > 0
 
-    counted = make_rollout()[0]
-    alive, mask = counted["alive"], counted["mask"].unsqueeze(-1)
-    assert torch.equal(gradient(), alive & mask)
-    assert (gradient(policy_alive_mask=False) & ~alive & mask).any()
+    alive = make_rollout()[0]["alive"]
+    assert torch.equal(gradient(), alive)
+    assert (gradient(policy_alive_mask=False) & ~alive).any()
 
 
 @EVERY_SCRIPT
@@ -196,17 +189,6 @@ def test_masks_of_the_critic(name):
         assert (learner.estimates["value_mask"] & ~alive).any() != masked
         assert bool((learner.critic_input(rollout) == rollout[seen])[~alive].any()) != hidden
         assert torch.equal(learner.critic_input(rollout)[alive], rollout[seen][alive])
-
-
-@EVERY_SCRIPT
-def test_no_step_counts_more_because_other_matches_wait(name):
-    """The loss of a rollout is the mean of those of its matches, however long each of them ran."""
-    learner, (rollout, _) = learner_of(name, policy_alive_mask=False), make_rollout()
-    learner.estimate(rollout)
-    batch = {**rollout, **learner.estimates}
-    parts = [learner.loss({key: values[:, m : m + 1] for key, values in batch.items()})[0] for m in range(MATCHES)]
-    torch.testing.assert_close(torch.stack(parts).mean(), learner.loss(batch)[0])
-    assert not rollout["mask"].all()
 
 
 # ---- memory ----
@@ -284,11 +266,11 @@ def test_the_ratio_is_1_before_the_first_update(name, device):
     tolerance = 1e-6 if device == "cpu" else 1e-4  # there a step and a sequence are different kernels
     torch.nn.init.orthogonal_(learner.agents.fc2.weight, 8.0)  # probabilities that differ
     for _ in range(3):  # later ones start in the middle of matches
-        for rollout in runner.rollouts():
-            learner.estimate(rollout)
-            logs = learner.loss({**rollout, **learner.estimates})[1]
-            assert logs["losses/approx_kl"].abs() < tolerance and logs["losses/clip_fraction"] == 0
-            assert logs["losses/entropy"] < 1.5
+        rollout = runner.next_rollout()
+        learner.estimate(rollout)
+        logs = learner.loss({**rollout, **learner.estimates})[1]
+        assert logs["losses/approx_kl"].abs() < tolerance and logs["losses/clip_fraction"] == 0
+        assert logs["losses/entropy"] < 1.5
     assert (rollout["last_action"][1:] < 0).any() and not (rollout["last_action"][0] < 0).all()
 
 
@@ -300,7 +282,7 @@ def test_the_next_value_is_that_of_the_next_row(name, device):
     torch.nn.init.orthogonal_(learner.critic.fc2.weight, 8.0)
     found = []
     for _ in range(3):
-        rollout = next(runner.rollouts())
+        rollout = runner.next_rollout()
         learner.estimate(rollout)
         parts = {**rollout, **learner.estimates, "over": rollout["terminated"] | rollout["truncated"]}
         found.append({key: parts[key].clone() for key in ("reward", "target", "value", "over", "terminated")})
@@ -328,21 +310,20 @@ def test_the_next_rollout_goes_on_where_the_last_one_stopped():
     long, learner = make_runner("ippo", 48)
     short, _ = make_runner("ippo", 16, learner=learner)
     torch.manual_seed(1)
-    expected = next(long.rollouts())
+    expected = long.next_rollout()
     torch.manual_seed(1)
     ended = 0
     for part in range(3):
-        rollout, rows = next(short.rollouts()), slice(16 * part, 16 * part + 16)
+        rollout, rows = short.next_rollout(), slice(16 * part, 16 * part + 16)
         ended += short.counts[1].item()
         for name in ("obs", "action", "reward", "last_action", "terminated", "next_obs", "log_prob"):
             assert torch.equal(rollout[name], expected[name][rows]), name
     assert ended == long.counts[1].item() > 0 and long.counts[0].item() == 8 * 48
-    assert expected["mask"].all()
 
 
 def test_rows_of_a_rollout_follow_each_other():
     runner, _ = make_runner("mappo", 48)
-    rollout = next(runner.rollouts())
+    rollout = runner.next_rollout()
     over = rollout["terminated"] | rollout["truncated"]
     assert over.any() and not over.all(0).any()
     for seen in ("alive", "agent_state"):
@@ -360,14 +341,47 @@ def test_rows_of_a_rollout_follow_each_other():
     torch.testing.assert_close(returns[m], rollout["reward"][first : last + 1, m].sum(0))
 
 
-def test_with_team_mates_a_round_is_played_to_its_end():
-    runner, _ = make_runner("ippo", 16, team="2nearest1learner")
-    for _ in range(2):
-        steps = sum(int(rollout["mask"].sum()) for rollout in runner.rollouts())
-        returns, lengths, _, ended = runner.results
-        assert ended.all() and returns.shape == (8, 1)
-        assert steps == runner.counts[0] == lengths.sum() and runner.counts[1] == 8
-    assert runner.rounds == 2
+def test_with_team_mates_matches_start_anew_at_once(tmp_path):
+    """Team-mates stay for a round of several matches, each of which they begin without a memory of the last."""
+    env = envs.make("stag_hunt_4x4", num_envs=6, seed=3)
+    pool = [write_run(tmp_path / str(seed), "iql", env, seed) for seed in (1, 2)]
+    agents = [iql.Agents(iql.Args(**QUICK), env) for _ in pool]
+    for run, network in zip(pool, agents):
+        checkpoints.load_networks(run, env, {"target_agents": network})
+    team = Team(env, "3other1learner", pool=pool, mix=True)
+    learner = POLICY_SCRIPTS["ippo"].Learner(make_args("ippo", num_envs=6, num_steps=32), env, 1)
+    fields = (*ippo.FIELDS, "all_obs", "all_action", "all_avail")
+    runner = RolloutRunner(env, team, ippo.Player(learner.agents, team.learner_seats, explore=True), fields, 32)
+    rounds, seats, cut, before = [], torch.arange(4).repeat(6, 1), 0, None
+    in_round = -(-4 * env.match_limit // 32)
+    for number in range(2 * in_round):
+        rollout = runner.next_rollout()
+        over = rollout["terminated"] | rollout["truncated"]
+        assert runner.counts.tolist() == [6 * 32, int(over.sum())], "no match waits for the others"
+        last_action = torch.cat((rollout["all_action"][:1], rollout["all_action"]))[:-1]
+        starts = torch.cat((over[:1], over[:-1]))
+        if number % in_round == 0:
+            starts[0], h, lengths = True, [None, None], torch.zeros(6, dtype=torch.long)
+            rounds.append(team.policy_id.clone())
+        else:
+            last_action[0], starts[0] = before
+        before = rollout["all_action"][-1].clone(), over[-1].clone()
+        assert torch.equal(team.policy_id, rounds[-1])
+        assert torch.equal((rollout["last_action"] < 0).all(-1), starts)
+        last_action = torch.where(starts.unsqueeze(-1), -1, last_action)
+        for t in range(32):
+            lengths = torch.where(starts[t], 0, lengths) + 1
+            for index, network in enumerate(agents):
+                h[index] = network.init_hidden(6, 4) if h[index] is None else h[index] * ~starts[t].view(-1, 1, 1)
+                q, h[index] = (
+                    x[0] for x in network(rollout["all_obs"][t : t + 1], last_action[t : t + 1], h[index], seats)
+                )
+                mine = team.policy_id == len(env.policies) + index
+                best = iql.greedy_action(q, rollout["all_avail"][t])
+                assert torch.equal(best[mine], rollout["all_action"][t][mine])
+            assert torch.equal(rollout["truncated"][t], (lengths >= env.match_limit) & ~rollout["terminated"][t])
+        cut += 0 if (number + 1) % in_round else int((~over[-1]).sum())
+    assert cut and runner.rounds == len(rounds) == 2 and not torch.equal(*rounds)
 
 
 # ---- learning and runs ----
@@ -379,8 +393,7 @@ def test_it_finds_the_best_of_a_matrix_game(name):
     player = POLICY_SCRIPTS[name].Player(learner.agents, team.learner_seats, explore=True)
     runner = RolloutRunner(env, team, player, POLICY_SCRIPTS[name].FIELDS, 8)
     for _ in range(15):
-        for rollout in runner.rollouts():
-            learner.learn(rollout, 0.0)
+        learner.learn(runner.next_rollout(), 0.0)
     learner.metrics.check_finite()
     greedy = EpisodeRunner(env, team, POLICY_SCRIPTS[name].Player(learner.agents, team.learner_seats))
     assert float(greedy.evaluate(32)[0].mean()) == 6
@@ -403,15 +416,23 @@ def test_a_run_stopped_after_every_rollout_equals_one_that_was_not(name, complet
     assert "charts/epsilon" not in log
 
 
-@pytest.mark.slow
-def test_a_run_among_others_is_resumed_exactly(tmp_path):
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [
+        pytest.param("iql", {"encounter": 2}, marks=pytest.mark.slow),
+        ("liam_iql", {"encounter": 2, "keep_memory": True, "tell_who": True}),
+    ],
+)
+def test_a_run_among_others_is_resumed_exactly(other, options, tmp_path):
+    """Also in the middle of a round, where the others remember the match."""
     env = envs.make("stag_hunt_4x4", num_envs=4)
-    pool = write_run(tmp_path / "iql", "iql", env)
-    options = {"env_id": env.name, "team": "1NH2iql1learner", "pool": [pool], "total_timesteps": 200, "encounter": 2}
+    pool = write_run(tmp_path / other, other, env)
+    options |= {"env_id": env.name, "team": f"1NH2{other}1learner", "pool": [pool], "total_timesteps": 200}
     options |= {"teammate_epsilon": (0.1, 0.5), "checkpoint_at": (0.5, 1)}
     whole = train("ippo", tmp_path / "whole", **options)["run"].folder
     assert {path.name for path in whole.glob("at-*")} == {"at-0.5", "at-1"}
-    Team(env, "3ippo1learner", pool=[whole / "at-0.5"])  # a copy is a run that others play with
+    if other == "iql":
+        Team(env, "3ippo1learner", pool=[whole / "at-0.5"])  # a copy is a run that others play with
     folder = stopped("ippo", tmp_path / "parts", **options)
     train("ippo", tmp_path / "parts", resume=folder, **options)
     assert_same_run(whole, folder)
