@@ -464,12 +464,11 @@ def load_player(run, env, seats):
 
 def evaluate(runner, count):
     """Plays `count` greedy matches; returns ((returns, lengths, won) of self-play, a dictionary of mean returns)."""
-    rounds, played = [], 0
+    rounds = []
     with runner.own_random_numbers():
-        while played < count:
+        while sum(len(returns) for returns, *_ in rounds) < count:
             *results, valid = runner.play()
             rounds.append([values[valid].cpu() for values in (*results, runner.team.policy_id)])
-            played += len(rounds[-1][0])
     *results, number = (torch.cat(values)[:count] for values in zip(*rounds))
     returns, response, confederate = results[0].mean(1), number[:, 0], number[:, 1]
     self_play = response == confederate
