@@ -76,7 +76,6 @@ class Args:
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
     q_features: int = 16  # features of the opponent model's memory that Q-learning trains; 0: none
     carry_belief: bool = True  # whether the belief is kept from match to match of an encounter
-    n_policies: int | None = None  # how many policies the others may have: the run sets it, from the team
 
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
@@ -90,7 +89,7 @@ import envs  # noqa: E402
 from envs import checkpoints, runs  # noqa: E402
 from envs.episodes import CHUNK, EpisodeRunner, Graphed, SideStream, gather, round_up  # noqa: E402
 from envs.gru import has_kernels, unroll  # noqa: E402
-from envs.metrics import accuracy, masked_nll, usage  # noqa: E402
+from envs.metrics import accuracy, calibration, masked_nll, usage  # noqa: E402
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
@@ -103,7 +102,7 @@ def check_args(args):
     runs.check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size encounter hidden_dim reward_scale learning_rate model_learning_rate max_grad_norm n_policies",
+        "batch_size encounter hidden_dim reward_scale learning_rate model_learning_rate max_grad_norm",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
         non_negative="seed checkpoint_interval log_interval train_frequency q_features",
     )
@@ -155,10 +154,10 @@ class SharedGRU(nn.GRU):
 class Agents(nn.Module):
     """The Q-network: Linear, GRU, Linear on observation, own last action, seat and what the opponent model infers."""
 
-    def __init__(self, args, env):
+    def __init__(self, args, env, n_policies):
         super().__init__()
         inputs = env.obs_dim + env.n_actions + env.n_agents + args.q_features
-        inputs += (env.n_agents - 1) * (env.n_actions + args.n_policies)
+        inputs += (env.n_agents - 1) * (env.n_actions + n_policies)
         self.hidden_dim = args.hidden_dim
         self.recurrence = args.recurrence
         self.fc1 = nn.Linear(inputs, args.hidden_dim)
@@ -206,16 +205,16 @@ def seat_order(env):
 class OpponentModel(nn.Module):
     """A GRU over past observations and actions; heads for the others' next actions, their policies and Q's features."""
 
-    def __init__(self, args, env, hidden_dim=96):
+    def __init__(self, args, env, n_policies, hidden_dim=96):
         super().__init__()
         self.hidden_dim = hidden_dim
         self.rnn = SharedGRU(env.obs_dim + env.n_agents * env.n_actions, hidden_dim)
         self.fc_obs = nn.Linear(env.obs_dim, 32)
         self.fc1 = nn.Linear(32 + hidden_dim, args.q_features + 128)
-        self.head = nn.Linear(128, (env.n_agents - 1) * (env.n_actions + args.n_policies))
+        self.head = nn.Linear(128, (env.n_agents - 1) * (env.n_actions + n_policies))
         self.fc1_widths = (args.q_features, 128)  # the Q-network's features, hidden units
-        self.head_widths = (env.n_actions, args.n_policies)  # for each of the others
-        self.belief_shape = (env.n_agents - 1, args.n_policies)
+        self.head_widths = (env.n_actions, n_policies)  # for each of the others
+        self.belief_shape = (env.n_agents - 1, n_policies)
         self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
@@ -226,7 +225,7 @@ class OpponentModel(nn.Module):
     def forward(self, obs, last_obs, visible_last_action, seat, h, evidence):
         """obs and last_obs (time, matches, seats, obs_dim), visible_last_action (time, matches, seats, agents),
         evidence (matches, seats, others, policies): the log-belief at the end of the last match
-        -> input of the Q-network, hidden states, log-probabilities of actions and (from this match) policies
+        -> input of the Q-network, hidden states, log-probabilities of actions and of policies: the log-belief
 
         At the start last_obs is 0. Who is out of sight has -1.
         """
@@ -237,10 +236,10 @@ class OpponentModel(nn.Module):
         x = F.relu(self.fc_obs(obs))
         features, x = self.fc1(torch.cat((x, h), -1)).split(self.fc1_widths, -1)
         x = self.head(F.relu(x)).unflatten(-1, (self.belief_shape[0], -1))  # (time, matches, seats, others, .)
-        log_probs, log_policy = (F.log_softmax(part, -1) for part in x.split(self.head_widths, -1))
-        belief = (log_policy.detach() + evidence).softmax(-1)
-        inferred = torch.cat((features, log_probs.detach().exp().flatten(-2), belief.flatten(-2)), -1)
-        return inferred, h, log_probs, log_policy
+        scores, log_likelihood = x.split(self.head_widths, -1)
+        log_probs, log_belief = F.log_softmax(scores, -1), F.log_softmax(log_likelihood + evidence, -1)
+        inferred = torch.cat((features, *(p.detach().exp().flatten(-2) for p in (log_probs, log_belief))), -1)
+        return inferred, h, log_probs, log_belief
 
     def unroll(self, obs, visible_last_action, seat, evidence):
         """The outputs of `forward` at all steps of episodes."""
@@ -304,18 +303,20 @@ class Player:
         obs = inputs.obs.unsqueeze(0)
         last_obs, last_actions = self.last_obs.unsqueeze(0), inputs.visible_last_action.unsqueeze(0)
         state = (self.model_h, self.evidence)
-        inferred, model_h, _, log_policy = self.learner.model(obs, last_obs, last_actions, inputs.seat, *state)
+        inferred, model_h, _, log_belief = self.learner.model(obs, last_obs, last_actions, inputs.seat, *state)
         q, h = self.agents(obs, inputs.last_action.unsqueeze(0), self.h, inputs.seat, inferred)
         self.h.copy_(h[0])
         self.model_h.copy_(model_h[0])
         self.last_obs.copy_(obs[0])
         if inputs.alive is not None:  # the model has not learned to say anything after a death
-            log_belief = F.log_softmax(self.evidence + log_policy[0], -1)
-            self.log_belief.copy_(torch.where(inputs.alive[..., None, None], log_belief, self.log_belief))
+            self.log_belief.copy_(torch.where(inputs.alive[..., None, None], log_belief[0], self.log_belief))
         return epsilon_greedy(q[0], inputs.avail, epsilon)
 
     def analyse(self, episodes):
         return analyse(self.learner, episodes)
+
+    def after_match(self, episodes):
+        return calibration(self.log_belief, *self.learner.policies(episodes, episodes["lengths"].unsqueeze(0)))
 
 
 def epsilon_greedy(q, avail, epsilon):
@@ -404,17 +405,14 @@ class ReplayBuffer:
 class Learner:
     """The networks, the optimiser and the update."""
 
-    def __init__(self, args, env, used=()):
-        if args.n_policies is None:
-            raise ValueError("n_policies, which the run sets, is missing")
+    def __init__(self, args, env, used):
         self.args, self.env = args, env
-        # the policies of the others, by number in the team; -2, which no agent has, for a loaded run
-        self.used = torch.tensor(used or [-2] * args.n_policies, device=env.device)
+        self.used = torch.tensor(used, device=env.device)  # policies of the others, by number in the team
         self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
-        self.agents = Agents(args, env)
+        self.agents = Agents(args, env, len(used))
         self.target_agents = copy.deepcopy(self.agents).to(env.device)  # cuDNN wants contiguous weights
-        self.model = OpponentModel(args, env)
+        self.model = OpponentModel(args, env, len(used))
         self.parameters = list(self.agents.parameters())
         self.target_parameters = list(self.target_agents.parameters())
         self.model_parameters = list(self.model.parameters())
@@ -465,13 +463,13 @@ class Learner:
     def model_loss(self, batch, obs, last_action, steps_left):
         """(the Q-network's additional input at all steps, the opponent model's loss, `accuracy`'s arguments by head)"""
         seat, evidence = batch["seat"][0], batch["evidence"][0]
-        inferred, _, log_probs, log_policy = self.model.unroll(obs, batch["visible_last_action"], seat, evidence)
+        inferred, _, log_probs, log_belief = self.model.unroll(obs, batch["visible_last_action"], seat, evidence)
         self.side_stream.join()  # the Q-network needs no more
         _, action, mask = self.others(batch, steps_left)
         loss = masked_nll(mask, log_probs[:-1], action)
         policy, known = self.policies(batch, steps_left)
-        loss = loss + masked_nll(known, log_policy, policy)
-        heads = {"action": (mask, log_probs[:-1], action), "policy": (known, log_policy + evidence, policy)}
+        loss = loss + masked_nll(known, log_belief, policy)
+        heads = {"action": (mask, log_probs[:-1], action), "policy": (known, log_belief, policy)}
         return inferred, loss, heads
 
     # ALGO LOGIC: the loss
@@ -531,7 +529,7 @@ def load_player(run, env, seats):
     """The greedy policy of a run, playing `seats` (matches, seats) of matches like those of `env`."""
     args = checkpoints.load_args(Args, run)
     args.cuda = env.device.type == "cuda"
-    learner = Learner(args, env)
+    learner = Learner(args, env, [-2] * checkpoints.known_policies(run))  # -2: of no agent
     checkpoints.load_networks(run, env, learner.networks())
     return Player(learner, learner.target_agents, seats)
 
@@ -544,7 +542,6 @@ if __name__ == "__main__":
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
-    args.n_policies = len(team.used)
     if args.tell_who:
         env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
     learner = Learner(args, env, team.used)
@@ -574,8 +571,9 @@ if __name__ == "__main__":
                 run.log_episodes(returns, lengths, won, valid, epsilon)
             if run.evaluation_due():
                 results = eval_runner.evaluate(args.eval_episodes)
-                run.log_evaluation(*results, om=analyse(learner, eval_runner.selection(slice(64))))
+                om = analyse(learner, eval_runner.selection(slice(64))) | eval_runner.match_metrics
+                run.log_evaluation(*results, om=om)
             if run.save_due():
                 run.save()
         results = eval_runner.evaluate(args.final_eval_episodes)
-        run.finish(*results, om=analyse(learner, eval_runner.selection()))
+        run.finish(*results, om=analyse(learner, eval_runner.selection()) | eval_runner.match_metrics)

@@ -104,11 +104,11 @@ def check_args(args, egos):
             check_names(name, saved)
             if not {"team", "pool"} <= saved["args"].keys():
                 raise ValueError(f"--adapt: {saved['algorithm']}.py has no --team to learn among others")
-        if args.adapt and saved and not saved["args"].get("share_parameters", True):
-            raise ValueError(f"--adapt: {name} has a network for each seat, and a learner whose seat changes has one")
-        if args.adapt and saved and saved["args"].get("n_policies", len(schedule.pool)) != len(schedule.pool):
-            known = saved["args"]["n_policies"]
-            raise ValueError(f"--adapt: {name} tells {known} policies apart, and there are {len(schedule.pool)} others")
+            if not saved["args"].get("share_parameters", True):
+                raise ValueError(f"--adapt: {name} has a network for each seat, a learner whose seat changes has one")
+            known, others = checkpoints.known_policies(name), len(schedule.pool)
+            if known and known != others:
+                raise ValueError(f"--adapt: {name} tells {known} policies apart, and there are {others} others")
     can_mix = len(schedule.pool) > 1 and schedule.seats > 1
     runs.fill_in(args, {"groups": ("homologue", "non-homologue")[: 2 if can_mix else 1]})
     if not args.groups:

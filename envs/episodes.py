@@ -15,6 +15,7 @@ and may have
     per_match               a dictionary of tensors (matches, ...) that `reset` sets, to record once
     memory                  a dictionary of tensors that outlast a match, cleared by
     forget()                the others are new
+    after_match(episodes)   metrics of the match just played, which `evaluate` averages by its number in the encounter
     fields                  the fields that `analyse(episodes)`, which returns metrics, needs; with visible_last_action
                             among them `Inputs` have it as well
     goals(env, seat)        predicted places to mark in a picture
@@ -153,6 +154,7 @@ class EpisodeRunner:
             fields = (*fields, "encounter")
         self.rounds = 0
         self.match_returns = {}  # by the number of a match in its encounter, of the last evaluation
+        self.match_metrics = {}  # so are these, of players that have `after_match`
         self.env = env
         self.team = team
         self.player = player
@@ -340,13 +342,13 @@ class EpisodeRunner:
         """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones.
 
         Each of the others plays equally often: a few episodes less may count. Encounters are played to their end, which
-        may take more episodes. What is drawn is not of the training's random stream: players draw when epsilon is 0, too.
+        may take more episodes. Their random numbers are not of the training's stream.
         """
         with self.own_random_numbers():
             return self._evaluate(count)
 
     def _evaluate(self, count):
-        results, by_match = [], {}
+        results, by_match, metrics = [], {}, {}
         played, encounter, matches = 0, self.team.encounter, self.env.num_envs
         self.team.even = True
         teams = self.team.whole(count if encounter == 1 else -(-count // (matches * encounter)) * matches)
@@ -361,7 +363,12 @@ class EpisodeRunner:
                 self.check_stop()
             for number, returns in self.returns_by_match().items():
                 by_match.setdefault(f"return_{number}", []).append(returns[valid].cpu())
+            if hasattr(self.player, "after_match"):
+                number = max(self.returns_by_match(), default=1)
+                for name, value in self.player.after_match(self.selection()).items():
+                    metrics.setdefault(f"{name}_{number}", []).append(value)
         self.match_returns = {name: torch.cat(found).mean().item() for name, found in sorted(by_match.items())}
+        self.match_metrics = {name: sum(means) / len(means) for name, means in sorted(metrics.items())}
         results = [torch.cat(tensors)[: teams if encounter == 1 else None] for tensors in zip(*results)]
         self.side_returns = [returns.nanmean().item() for returns in results[3:]]
         return results[:3]

@@ -21,6 +21,21 @@ def accuracy(mask, log_probs, target):
     return masked_mean(mask, (log_probs.argmax(-1) == target).float())
 
 
+def calibration(log_belief, policy, known):
+    """Of a belief (matches, seats, others, policies) at the end of matches: what the true policies cost, how probable
+    the most probable ones are, and how often they are the true ones.
+
+    policy and known (rows, matches, seats, others): the true ones, and where they are known and matches go on.
+    """
+    mask, target = known[0], policy[0]
+    if not mask.any():
+        return {}
+    found = {"policy_log_loss": masked_nll(mask, log_belief, target)}
+    found["policy_confidence"] = masked_mean(mask, log_belief.max(-1).values.exp())
+    found["policy_accuracy"] = accuracy(mask, log_belief, target)
+    return {name: value.item() for name, value in found.items()}
+
+
 def last_alive_row(alive):
     """(rows, matches, seats): the last row of the life that each row is in; for a dead row, of the life before."""
     rows = torch.arange(len(alive), device=alive.device).view(-1, 1, 1)

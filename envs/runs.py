@@ -62,6 +62,7 @@ LARGEST = {
 }
 PRETRAIN_TIMESTEPS = (100_000, 2_000_000)  # by default, on the CPU and on the GPU
 CHANGEABLE = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
+FOUND_OUT = ("n_policies",)  # options of earlier versions that a run has set by itself, and does not need any more
 NO_MEMORY = 3  # the exit code of a run that lacks memory: beside fewer others it may have enough
 NO_MEMORY_MESSAGE = re.compile("tried to allocate|can't allocate|out of memory|OUT_OF_MEMORY|ALLOC_FAILED")
 
@@ -175,6 +176,7 @@ def parse_args(args_class, script, paper=None):
     if saved["progress"]["complete"] and (folder / "results.json").exists():
         raise UsageError(f"--resume {folder}: that run is complete")
     defaults = asdict(args_class())
+    saved["args"] = {name: value for name, value in saved["args"].items() if name not in FOUND_OUT}
     if unknown := saved["args"].keys() - defaults.keys():
         raise UsageError(f"--resume {folder} is of another version: it has {', '.join(sorted(map(str, unknown)))}")
     try:

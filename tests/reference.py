@@ -44,9 +44,7 @@ def random_learner(name, env, seed=0, **options):
         "gamma": 0.9,
         "kl_weight": 0.01,
     }
-    module, used = SCRIPTS[name], ()
-    if name == "belief_iql":
-        small, used = small | {"n_policies": len(POLICIES)}, (POLICIES,)
+    module, used = SCRIPTS[name], [POLICIES] if name == "belief_iql" else []
     small |= pretrain_cvae.PAPER if options.get("paper") else {}
     small = {key: value for key, value in small.items() if key in module.Args.__dataclass_fields__}
     args = module.Args(**{**small, **options})
@@ -99,8 +97,6 @@ def make_runner(name, env_id, team, num_envs=6, seed=1, **options):
     args = module.Args(env_id=env_id, team=team, num_envs=num_envs, hidden_dim=16, **options)
     env = module.make_env(args, num_envs, CPU, str(seed))
     team = module.make_team(args, env, str(seed))
-    if name == "belief_iql":
-        args.n_policies = len(team.used)
     learner = module.Learner(args, env, *([team.used] if name == "belief_iql" else []))
     with torch.no_grad():
         for network in (learner.agents, learner.model):
@@ -297,15 +293,15 @@ def naive_terms(learner, data, m, place, length, terms):
 
 
 def belief_terms(learner, data, m, place, t, length, terms, scores):
-    """Adds what the policies inferred from this match cost; returns the belief, with what earlier matches showed."""
+    """Adds what the belief in the true policies costs; returns the belief: this match and what earlier ones showed."""
     others = seat_order(learner.env, int(data["seat"][0, m, place]))[1:]
-    belief = np.exp(log_softmax(log_softmax(scores) + data["evidence"][0, m, place]))
+    log_belief = log_softmax(log_softmax(scores) + data["evidence"][0, m, place])
     if t < length and data["alive"][t, m, place]:
         for number, other in enumerate(others):
             kind = learner.used.tolist().index(data["policy"][0, m, other])
-            terms["policy_error"].append(-log_softmax(scores[number])[kind])
-            terms["policy_accuracy"].append(np.argmax(belief[number]) == kind)
-    return belief.ravel()
+            terms["policy_error"].append(-log_belief[number][kind])
+            terms["policy_accuracy"].append(np.argmax(log_belief[number]) == kind)
+    return np.exp(log_belief).ravel()
 
 
 def liam_terms(learner, data, m, place, length, terms):

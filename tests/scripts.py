@@ -128,18 +128,19 @@ def read_log(folder):
     return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
 
 
-def make_learner(name, env, args):
+def make_learner(name, env, args, policies=2):
+    """`policies`: how many policies the others may have, for scripts that tell them apart."""
     with_seats = name in ("qmix", "qtran", "coma", *POLICY_SCRIPTS)
-    return ALL_SCRIPTS[name].Learner(args, env, *[env.n_agents] * with_seats)
+    more = [range(policies)] if name == "belief_iql" else [env.n_agents] * with_seats
+    return ALL_SCRIPTS[name].Learner(args, env, *more)
 
 
-def write_run(folder, name, env, seed=0, scale=3, **options):
+def write_run(folder, name, env, seed=0, scale=3, policies=2, **options):
     """The folder of a run that has learned nothing, with weights `scale` times as large as a new run's."""
     torch.manual_seed(seed)
-    options = {"n_policies": 2, **options} if name == "belief_iql" else options
     quick = QUICK if name in SCRIPTS else quick_options(name)
     args = ALL_SCRIPTS[name].Args(**{**quick, "env_id": env.name, "seed": seed, **options})
-    networks = make_learner(name, env, args).networks()
+    networks = make_learner(name, env, args, policies).networks()
     content = {"algorithm": name, "env_id": args.env_id, "sizes": checkpoints.env_sizes(env), "args": asdict(args)}
     content["networks"] = {
         key: {k: scale * weights for k, weights in network.state_dict().items()} for key, network in networks.items()

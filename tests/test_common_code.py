@@ -10,7 +10,7 @@ from scripts import MODEL_SCRIPTS, POLICY_SCRIPTS, POPULATION_SCRIPTS, ROOT, SCR
 # the only names that may have different contents in two scripts
 OF_TEAM_SCRIPTS = {"FIELDS", "check_args", "Learner.__init__", "Learner.networks", "Learner.mix", "Learner.loss"}
 OF_MODEL_SCRIPTS = {
-    "FIELDS", "check_args", "make_team", "analyse", "Args.team", "Args.latent_dim", "Agents.__init__",
+    "FIELDS", "check_args", "make_team", "analyse", "load_player", "Args.team", "Args.latent_dim", "Agents.__init__",
     "OpponentModel.__init__", "OpponentModel.forward", "OpponentModel.unroll", "Player.__init__", "Player.reset",
     "Player.act", "Learner.__init__", "Learner.networks", "Learner.model_loss", "Learner.update", "Agents.forward",
 }  # fmt: skip
@@ -19,7 +19,7 @@ OF_COMA = {  # that it has neither in common with those that learn values nor wi
     "Args.tau", "Args.td_lambda", "Agents.forward", "Critic.__init__", "Player.__init__", "Player.act",
     "Learner.__init__", "Learner.networks", "Learner.learn", "Learner.estimate", "Learner.loss", "Learner.update",
 }  # fmt: skip
-OF_ALL_SCRIPTS = OF_TEAM_SCRIPTS | OF_MODEL_SCRIPTS | {"load_player"}
+OF_ALL_SCRIPTS = OF_TEAM_SCRIPTS | OF_MODEL_SCRIPTS
 OF_POLICY_SCRIPTS = {  # that they do not have in common with those that learn values
     "FIELDS", "check_args", "load_player", "Args.num_envs", "Args.learning_rate", "Args.gamma",
     "Args.max_grad_norm", "Args.hidden_dim", "Player.__init__", "Player.act", "Learner.__init__", "Learner.networks",
@@ -38,7 +38,7 @@ LINES = {
 CHANGED_LINES = {
     ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("qmix", "qtran"): 140, ("iql", "naive_om_iql"): 250,
     ("naive_om_iql", "liam_iql"): 100, ("naive_om_iql", "omg_iql"): 400, ("liam_iql", "mix_iql"): 125,
-    ("naive_om_iql", "belief_iql"): 110, ("ippo", "mappo"): 20, ("iql", "brdiv"): 270,
+    ("naive_om_iql", "belief_iql"): 120, ("ippo", "mappo"): 20, ("iql", "brdiv"): 270,
 }  # fmt: skip
 
 

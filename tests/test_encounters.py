@@ -179,14 +179,13 @@ def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
         episodes = runner.selection()
         obs, _, _ = learner.inputs(episodes)
         with torch.no_grad():
-            *_, log_policy = model.unroll(obs, episodes["visible_last_action"], episodes["seat"][0], evidence)
+            *_, log_belief = model.unroll(obs, episodes["visible_last_action"], episodes["seat"][0], evidence)
         alive = episodes["alive"].clone()
         for match, length in enumerate(lengths.tolist()):
             alive[length:, match] = False
         last_step = len(alive) - 1 - alive.int().flip(0).argmax(0)  # at which a seat lives and its match goes on
-        last = torch.stack([torch.stack([log_policy[t, match, seat] for seat, t in enumerate(steps)])
+        total = torch.stack([torch.stack([log_belief[t, match, seat] for seat, t in enumerate(steps)])
                             for match, steps in enumerate(last_step.tolist())])  # fmt: skip
-        total = (evidence + last).log_softmax(-1)
 
 
 def test_a_belief_of_team_mates_is_not_kept():
@@ -203,7 +202,7 @@ def test_a_belief_of_team_mates_is_not_kept():
 @pytest.mark.parametrize("name", ["belief_iql", "iql"])
 def test_cross_play_tells_the_matches_of_an_encounter_apart(name, tmp_path):
     """For a run with a belief, whose matches are episodes, and for one that keeps its memory through one episode."""
-    options = {"encounter": 3, "n_policies": 5} if name == "belief_iql" else {"encounter": 3, "keep_memory": True}
+    options = {"encounter": 3, "policies": 5} if name == "belief_iql" else {"encounter": 3, "keep_memory": True}
     run = str(write_run(tmp_path / "run", name, envs.make("matrix_ipd"), **options))
     others = ("tft", "grim", "all_d")
     args = evaluate.Args((run,), others, episodes=4, num_envs=6, encounter=3, out=tmp_path / "out")

@@ -711,8 +711,6 @@ def two_goals(name, **options):
     args = module.Args(num_envs=64, buffer_size=1024, hidden_dim=32, td_lambda=0.0, learning_rate=3e-3, **options)
     env = TwoGoals(64)
     module.check_args(args)
-    if name == "belief_iql":
-        args.n_policies = 2
     learner = module.Learner(args, env, *([(0, 1)] if name == "belief_iql" else []))
     for agents in (learner.agents, learner.target_agents):
         agents.rnn = WithoutMemory(agents.rnn)

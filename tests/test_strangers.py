@@ -193,7 +193,7 @@ def write_results(folder, score, rows=None, played=()):
 def test_a_picture_of_a_belief(tmp_path):
     env = envs.make("stag_hunt_4x4")
     write_run(tmp_path / "other", "iql", env)
-    options = {"team": "3other1learner", "pool": ("NS", "other"), "n_policies": 2}  # a run beside it, by its name
+    options = {"team": "3other1learner", "pool": ("NS", "other")}  # a run beside it, by its name
     run = write_run(tmp_path / "run", "belief_iql", env, **options)
     compare.draw_belief(run, tmp_path / "belief.png", matches=1, moments=3)
     with Image.open(tmp_path / "belief.png") as picture:
