@@ -1,6 +1,7 @@
 """For the tests of opponent models: random episodes, losses by plain loops, and whether a change of a batch matters."""
 
 import contextlib
+import math
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -110,6 +111,38 @@ def make_runner(name, env_id, team, num_envs=6, seed=1, **options):
         *(("state", "mean", "log_variance") if name == "omg_iql" else ()),
     )
     return learner, EpisodeRunner(env, team, player, dict.fromkeys(fields))
+
+
+# ---- exact Bayes: how probable a player's actions are, up to what is the same for all strategies ----
+def memory_one_log_likelihood(strategy, actions, seat):
+    """Of a seat's actions in a matrix game; strategy: probabilities of 0 at the start and after CC, CD, DC, DD."""
+    total, chance = 0.0, strategy[0]
+    for pair in actions:
+        mine, yours = pair[seat], pair[1 - seat]
+        total += math.log(max(chance if mine == 0 else 1 - chance, 1e-300))
+        chance = strategy[1 + 2 * mine + yours]
+    return total
+
+
+def kuhn_log_likelihood(strategy, actions, cards):
+    """Of the second player's actions in hands of Kuhn poker, and of its cards, which are shown at the end of a hand.
+
+    actions and cards: both players', step by step; 2 is a bet and the king. The last hand may have no end.
+    """
+    total, hand, (*_, eta, xi) = 0.0, [], strategy
+    for t, pair in enumerate(actions):
+        hand.append(pair[len(hand) % 2])
+        bets_again = len(hand) == 2 and hand[0] != 2 and hand[1] == 2
+        if len(hand) == 2:
+            bets = (0, eta, 1) if hand[0] == 2 else (xi, 0, 1)  # by card
+            chances = [bet if hand[1] == 2 else 1 - bet for bet in bets]
+            mine, yours = cards[t]
+            hidden = sum(chance for card, chance in enumerate(chances) if card != mine) / 2
+            shown = not bets_again or t + 1 < len(actions)
+            total += math.log(max(chances[yours] if shown else hidden, 1e-300))
+        if len(hand) == 3 or (len(hand) == 2 and not bets_again):
+            hand = []
+    return total
 
 
 # ---- networks, one step of one seat at a time ----

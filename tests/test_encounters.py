@@ -2,20 +2,25 @@
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
-from reference import make_runner
+from reference import kuhn_log_likelihood, make_runner, memory_one_log_likelihood
 from scripts import QUICK, stopped, train, write_run
 
+import belief_iql
 import envs
 import evaluate
 import iql
-from envs import checkpoints
+from envs import checkpoints, kuhn
 from envs.episodes import EpisodeRunner, Inputs, RandomPlayer, load_runner
+from envs.matrix_games import MEMORY_ONE
+from envs.metrics import calibration
 from envs.team import Team, TellWho
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+TRAINING = 40  # rounds
 IPD = {"env_id": "matrix_ipd,limit=25", "team": "scripted", "total_timesteps": 400}
 
 
@@ -118,6 +123,8 @@ def test_a_run_with_encounters_resumes_exactly(name, keep_memory, tmp_path):
     assert found["final"] == expected["final"] and found["encounter"] == expected["encounter"]
     assert [e["episodic_return"] for e in found["evals"]] == [e["episodic_return"] for e in expected["evals"]]
     assert expected["encounter"].keys() <= {"return_1", "return_2"} and expected["encounter"]
+    if name == "belief_iql":
+        assert found["om"] == expected["om"] and {"policy_log_loss_1", "policy_confidence_2"} <= found["om"].keys()
 
 
 def test_values_reach_from_one_match_to_the_next(monkeypatch):
@@ -186,6 +193,117 @@ def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
         last_step = len(alive) - 1 - alive.int().flip(0).argmax(0)  # at which a seat lives and its match goes on
         total = torch.stack([torch.stack([log_belief[t, match, seat] for seat, t in enumerate(steps)])
                             for match, steps in enumerate(last_step.tolist())])  # fmt: skip
+
+
+def test_how_good_a_belief_is_is_counted_by_the_number_of_the_match():
+    learner, runner = make_runner("belief_iql", "stag_hunt_4x4", "1NS1NH2learner", encounter=2, seat="0")
+    played, play, used = [], runner.play, learner.used.tolist()
+    policy = runner.team.policy_id
+
+    def play_and_count():
+        results = play()
+        rows = []
+        for m, belief in enumerate(runner.player.log_belief.exp().tolist()):
+            for place, seat in enumerate(runner.team.learner_seats[m].tolist()):
+                for k in range(3):
+                    other = int(policy[m, (seat + 1 + k) % 4])
+                    if other in used:  # no learner
+                        chances = belief[place][k]
+                        rows.append(
+                            (
+                                -math.log(chances[used.index(other)]),
+                                max(chances),
+                                chances.index(max(chances)) == used.index(other),
+                            )
+                        )
+        assert len(rows) == 6 * 2 * 2
+        played.append(torch.tensor(rows, dtype=torch.float64).mean(0))
+        return results
+
+    runner.play = play_and_count
+    runner.evaluate(24)
+    names, means = ("log_loss", "confidence", "accuracy"), torch.stack(played).view(2, 2, 3).mean(0)
+    expected = {f"policy_{name}_{n + 1}": means[n, k].item() for n in range(2) for k, name in enumerate(names)}
+    assert runner.match_metrics == pytest.approx(expected, rel=1e-4)
+
+
+class ActsOnBelief:
+    """In the Q-network's place: the action, one of the last two, says which policy is most probable."""
+
+    def __init__(self, n_actions):
+        self.n_actions = n_actions
+
+    def init_hidden(self, matches, seats):
+        return torch.zeros(matches, seats, 1)
+
+    def __call__(self, obs, last_action, h, seat, inferred):
+        action = inferred[..., -4:].argmax(-1) % 2 + self.n_actions - 2
+        return torch.nn.functional.one_hot(action, self.n_actions).float(), h.unsqueeze(0)
+
+
+BAYES = {
+    "matrix_ipd,limit=5": ("random", "generous_tft", "joss", "stochastic_cooperator"),
+    "kuhn,limit=9": ("seen_c", "seen_d", "seen_e", "seen_f"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env_id", BAYES)
+def test_a_belief_comes_close_to_exact_bayes(env_id):
+    """In every match of an encounter, although the learner's actions repeat what earlier matches showed."""
+    torch.manual_seed(1)
+    sizes = {"num_envs": 256, "batch_size": 64, "buffer_size": 2048, "encounter": 4, "q_features": 0}
+    args = belief_iql.Args(env_id=env_id, team="1other1learner", pool=BAYES[env_id], **sizes)
+    env = belief_iql.make_env(args, args.num_envs, torch.device("cpu"), "test")
+    team, cards, step = belief_iql.make_team(args, env, "test"), [], env.step
+    learner = belief_iql.Learner(args, env, team.used)
+    player = belief_iql.Player(learner, ActsOnBelief(env.n_actions), team.learner_seats)
+    runner = EpisodeRunner(env, team, player, belief_iql.FIELDS)
+    buffer = belief_iql.ReplayBuffer(args, runner.episodes, torch.device("cpu"))
+    optimizer = torch.optim.Adam(learner.model.parameters())
+    for number in range(TRAINING):
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 - number / TRAINING)
+        _, lengths, _, valid = runner.play(0.02)
+        buffer.add(runner.episodes, lengths, valid)
+        for batch in buffer.sample(8, args.batch_size):
+            optimizer.zero_grad()
+            learner.model_loss(batch, *learner.inputs(batch))[1].backward()
+            optimizer.step()
+
+    def step_and_remember(actions):
+        cards.append(env._simulation["card"].tolist())
+        return step(actions)
+
+    if env_id.startswith("kuhn"):
+        env.step = step_and_remember
+    of_bayes, of_model = {}, {}
+    for number in range(8):  # two encounters
+        if number % 4 == 0:
+            exact = torch.zeros(args.num_envs, 4, dtype=torch.float64)
+        cards.clear()
+        runner.play(0.02)
+        episodes = runner.selection()
+        steps = int(runner.lengths[0]) - 1  # what the last step shows comes too late
+        for match in range(args.num_envs):
+            actions, seat = episodes["all_action"][:steps, match].tolist(), int(episodes["seat"][0, match, 0])
+            for k, name in enumerate(env.policies[policy] for policy in team.used):
+                if cards:
+                    hands = [both[match] for both in cards[:steps]]
+                    exact[match, k] += kuhn_log_likelihood(kuhn.FIXED[name], actions, hands)
+                else:
+                    exact[match, k] += memory_one_log_likelihood(MEMORY_ONE[name], actions, 1 - seat)
+        policy, known = learner.policies(episodes, episodes["lengths"].unsqueeze(0))
+        beliefs = (of_bayes, exact.log_softmax(-1).view_as(player.log_belief)), (of_model, player.log_belief)
+        for found, log_belief in beliefs:
+            for name, value in calibration(log_belief, policy, known).items():
+                found.setdefault(name.removeprefix("policy_"), []).append(value)
+        assert player.after_match(episodes) == calibration(player.log_belief, policy, known)
+    of_bayes, of_model = ({key: torch.tensor(values).view(2, 4).mean(0) for key, values in found.items()}
+                          for found in (of_bayes, of_model))  # fmt: skip
+    assert (of_bayes["log_loss"].diff() < -0.05).all()  # every match shows more
+    assert (of_model["log_loss"] - of_bayes["log_loss"] < 0.12).all()
+    for found in (of_bayes, of_model):
+        assert (found["confidence"] - found["accuracy"])[1:].mean().abs() < 0.05
 
 
 def test_a_belief_of_team_mates_is_not_kept():

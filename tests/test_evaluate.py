@@ -26,6 +26,7 @@ def runs(tmp_path_factory):
     folder, env = tmp_path_factory.mktemp("runs"), envs.make("3m")
     made = {name: write_run(folder / name, name, env, seed) for seed, name in enumerate(TEAM_SCRIPTS)}
     made["separate"] = write_run(folder / "separate", "iql", env, 7, share_parameters=False, hidden_dim=24)
+    made["belief"] = write_run(folder / "belief", "belief_iql", env)
     made["brackets"] = write_run(folder / "iql[1]*", "iql", env, 7, share_parameters=False)
     return {name: str(path) for name, path in made.items()}
 
@@ -458,6 +459,7 @@ def test_arguments_of_a_run_do_not_lead_out_of_the_folder(runs, changes, tmp_pat
         (["iql"], ["kite"], {"adapt": -1}, "--adapt is above 0, not -1"),
         (["separate"], ["kite"], {"adapt": 10}, "separate has a network for each seat"),
         (["brackets"], ["kite"], {"adapt": 10}, "has a network for each seat"),
+        (["belief"], ["kite"], {"adapt": 10}, "belief tells 2 policies apart, and there are 1 others"),
         (["iql"], ["kite"], {"groups": ("non-homologue",)}, "mixed teams need two others in two seats, not 1 in 2"),
         (["iql"], ["kite"], {"groups": ()}, "--groups is homologue, non-homologue or both"),
     ],

@@ -527,6 +527,21 @@ def test_runs_of_other_versions(tmp_path, monkeypatch):
         parse(monkeypatch, "iql", "--resume", folder)
 
 
+def test_how_many_policies_a_belief_is_about_is_no_option(tmp_path, monkeypatch):
+    """The team says it, and the weights. Runs of a version whose arguments had it are played and resumed."""
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, "belief_iql", "--n-policies", 3)
+    env = envs.make("stag_hunt_4x4")
+    folder = stopped("belief_iql", tmp_path, env_id=env.name)
+    saved = read(folder / "checkpoint.pt")
+    saved["args"]["n_policies"] = 99
+    torch.save(saved, folder / "checkpoint.pt")
+    learner = load_runner(folder, env).player.learner
+    assert learner.model.belief_shape == (3, len(env.default_others or env.policies))
+    found = train("belief_iql", tmp_path, resume=folder)["run"]
+    assert found.progress["complete"] and "n_policies" not in read(folder / "checkpoint.pt")["args"]
+
+
 # ---- starting from another run ----
 def weights_of(folder):
     return dict(leaves(read(folder / "checkpoint.pt")["networks"]))
