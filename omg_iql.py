@@ -111,7 +111,8 @@ from envs.metrics import code_metrics, last_alive_row, masked_mean, place_metric
 from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
-FIELDS = ("obs", "avail", "alive", "action", "visible_last_action", "all_alive")  # for learning and `analyse`
+# recorded for learning and `analyse`
+FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive", "visible_last_action")
 
 
 def check_args(args):
