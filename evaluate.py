@@ -12,7 +12,6 @@ import csv
 import gc
 import io
 import json
-import os
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ class Args:
     episodes: int = 1000  # matches of an ego with each other, rounded up to a multiple of the seats
     encounter: int | None = None  # consecutive matches with the same others (default: 1, with --bounds the stage's)
     num_envs: int | None = None  # matches at a time at most (default: 8192 on the GPU, 512 on the CPU, sc2/ 8)
+    script: tuple[str, ...] = ()  # scripts of your own that runs need and that are not in the project's folder
     env_id: str | None = None  # the environment (default: that of the runs)
     n_agents: int | None = None  # number of agents, where the environment leaves it open (default: that of the runs)
     seed: int = 0  # the seed of all random numbers; all egos get the same matches
@@ -84,7 +84,7 @@ def check_args(args, egos):
     known = [saved for saved in (egos if any(egos.values()) else find(args.others)).values() if saved]
     if not known and not args.env_id:
         raise ValueError("there is no run among egos and others: --env-id says what scripted policies are to play")
-    args.env_id = args.env_id or known[0]["env_id"]
+    args.env_id = args.env_id or checkpoints.id_from_file("a run", known[0]["env_id"], "--env-id")
     args.n_agents = args.n_agents or (known[0]["args"].get("n_agents") if known else None)
     runs.resolve_device(args)
     slow_game = not envs.is_simulated(args.env_id)
@@ -367,9 +367,7 @@ def record(args, ego, saved):
     schedule = Schedule(env, args)
     first = schedule.policy_names[schedule.pool[0]]
     schedule = Schedule(env, replace(args, others=(first,)))
-    part = args.out / f"match.{os.getpid()}.gif"
-    play.record(make_runner(ego, saved, env, schedule), part, args.seed)
-    os.replace(part, args.out / "match.gif")
+    play.record(make_runner(ego, saved, env, schedule), args.out / "match.gif", args.seed)
     env.close()
 
 
@@ -377,7 +375,10 @@ def main(args):
     started = time.time()
     bounds, stage = results.read_bounds(args.bounds) if args.bounds else ({}, {})
     args.others = args.others or tuple(bounds)
+    if stage and not args.env_id:
+        checkpoints.id_from_file(f"--bounds {args.bounds}", stage["env_id"], "--env-id")
     runs.fill_in(args, stage)
+    checkpoints.name_scripts(args.script)
     egos = find(args.ego)
     schedule = check_args(args, egos)
     if args.env_id != stage.get("env_id", args.env_id):

@@ -109,7 +109,8 @@ class Job:
     def options(self, words, run_root, resume=None):
         """The script's options, to begin or to go on."""
         if resume:
-            return ["--resume", os.fspath(Path(run_root) / resume.name), *options_of(words, FREE)]
+            resumed = ("--resume", os.fspath(Path(run_root) / resume.name), "--env-id", self.env_id)
+            return [*resumed, *options_of(words, FREE)]
         own = ("--env-id", self.env_id, "--seed", str(self.seed), "--exp-name", self.exp_name, "--run-root", run_root)
         return [*own, *words]
 

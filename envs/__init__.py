@@ -61,6 +61,14 @@ def list_ids():
     return [*KINDS, *(f"sc2/{name}" for name in MAPS)]
 
 
+def names_code(env_id):
+    """Whether an id names Python code that is imported: one that a file has is not to be trusted."""
+    return env_id.removeprefix("sc2/").startswith("pettingzoo:")
+
+
+code_asked_for = set()  # such names that `make` was called with; no file gets one that far
+
+
 def is_simulated(env_id):
     """Whether matches are played here, by the thousand, and not by other programs."""
     return not env_id.startswith(("sc2/", "pettingzoo:"))
@@ -74,6 +82,8 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, 
     """
     name, given = parse_id(env_id)
     kind = _kind(name)
+    if names_code(name):
+        code_asked_for.add(name)
     for key, value in given.items():
         if options.setdefault(key, value) != value:
             raise ValueError(f"{env_id} has {key}={value!r} in its id, but {options[key]!r} as an option")

@@ -12,6 +12,8 @@ import glob
 import importlib.util
 import io
 import math
+import os
+import shlex
 import sys
 import types
 import typing
@@ -187,16 +189,40 @@ def check_env(source, saved, env):
         raise ValueError(f"{source} is of {saved['env_id']} {saved['sizes']}; this is {env.name} {env_sizes(env)}")
 
 
-def load_script(name, source=""):
-    """The training script of that name as a module: from the project's folder or the current one.
+# ---- code, which a file never chooses ----
+def id_from_file(source, env_id, option):
+    """The id of an environment that a file has; a ValueError if it names code that nobody has asked for here.
 
-    `source` is what names the script, for the message if there is none.
+    `option` is what it follows on the command line.
     """
-    folders = [folder for folder in (ROOT, Path.cwd()) if (folder / f"{name}.py").is_file()]
-    if not str(name).isidentifier() or not folders:
-        where = f"in {ROOT} or the current folder: start in the folder that has it"
-        raise ValueError(f"{source} there is no script {name}.py {where}".strip())
-    return _import(folders[0] / f"{name}.py")
+    if envs.names_code(env_id) and envs.parse_id(env_id)[0] not in envs.code_asked_for:
+        words = f"{option} {shlex.quote(' '.join(env_id.split())[:300])}"
+        raise ValueError(f"{source} is of an environment whose code runs only if you name it: {words}")
+    return env_id
+
+
+def name_scripts(paths):
+    """--script: allows runs of these scripts, here and in the processes that this one starts."""
+    for path in paths:
+        if not Path(path).is_file():
+            raise ValueError(f"--script {path}: there is no such file")
+    named = [*(os.path.abspath(path) for path in paths), os.environ.get("OMG_SCRIPTS", "")]
+    os.environ["OMG_SCRIPTS"] = os.pathsep.join(filter(None, named))
+
+
+def load_script(name, source="", more=()):
+    """The training script of that name as a module: of the project, the one that runs here, or one of OMG_SCRIPTS.
+
+    `source` is what names the script, for the message if there is none; `more` are files that the user has named.
+    """
+    running = getattr(sys.modules["__main__"], "__file__", None) or ""
+    named = [running, *more, *os.environ.get("OMG_SCRIPTS", "").split(os.pathsep)]
+    paths = [ROOT / f"{name}.py", *(Path(os.path.abspath(path)) for path in named if Path(path).name == f"{name}.py")]
+    found = [path for path in paths if path.is_file()]
+    if not str(name).isidentifier() or not found:
+        elsewhere = f"one elsewhere runs only if you name it: --script {name}.py, or OMG_SCRIPTS={name}.py with --pool"
+        raise ValueError(f"{source} there is no script {name}.py in {ROOT}; {elsewhere}".strip())
+    return _import(found[0])
 
 
 @functools.cache
@@ -224,7 +250,9 @@ def script_of(run):
 
 def load_args(args_class, run):
     """The arguments of a run, as far as this version of the script has them; the script's own check accepts them."""
-    saved = read_run(run)["args"]
+    checkpoint = read_run(run)
+    id_from_file(run, checkpoint["env_id"], "--env-id")
+    saved = checkpoint["args"]
     known = {name: value for name, value in saved.items() if name in args_class.__dataclass_fields__}
     check_types(run, args_class, known)
     args = args_class(**known)

@@ -1,6 +1,7 @@
 """One match of a PettingZoo environment, as envs/worker.py plays it in a process of its own."""
 
 import importlib
+import inspect
 
 import numpy as np
 from gymnasium import spaces
@@ -32,7 +33,7 @@ class Game:
         make = getattr(importlib.import_module(module), function, None)
         if make is None:
             raise ValueError(f"the module {module} has no {function}")
-        self._env = env = make(**self._options["settings"])
+        self._env = env = call(make, module, function, self._options["settings"])
         self._agents = list(env.possible_agents)
         self._actions = [env.action_space(agent) for agent in self._agents]
         for agent, space in zip(self._agents, self._actions):
@@ -104,6 +105,23 @@ class Game:
     def close(self):
         if self._env is not None:
             self._env.close()
+
+
+def call(make, module, function, settings):
+    """The environment that a class or function makes. Nothing else is called, whatever an id names."""
+    from pettingzoo import ParallelEnv  # an error here is a reply to who asked, one at the start of this file is not
+
+    if inspect.isclass(make):
+        fits = issubclass(make, ParallelEnv)
+    else:  # of the same package, or what PettingZoo's parallel_wrapper_fn makes
+        packages = module.partition(".")[0], "pettingzoo"
+        fits = inspect.isfunction(make) and make.__module__.partition(".")[0] in packages
+    if not fits:
+        raise ValueError(f"{module}:{function} is no subclass of PettingZoo's ParallelEnv, and no function of {module}")
+    env = make(**settings)
+    if not isinstance(env, ParallelEnv):
+        raise ValueError(f"{module}:{function} returns {type(env).__name__}, which is no ParallelEnv of PettingZoo")
+    return env
 
 
 def without_mask(space):

@@ -6,6 +6,7 @@ docs/environments.md says what becomes of observations, rewards and ends.
 """
 
 import importlib.util
+import sys
 import time
 
 import numpy as np
@@ -55,8 +56,12 @@ class PettingZooWorld(ProcessBatch):
         package = module.partition(".")[0]
         if not all(part.isidentifier() for part in (*module.split("."), function or "parallel_env")):
             raise ValueError(f"{name}: such an id looks like pettingzoo:mpe2.simple_spread_v3")
+        if package in sys.stdlib_module_names:
+            raise ValueError(f"{name}: {package} is a module of Python itself, which has no environments")
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"{name}: there is no module {package}; its package may be: pip install {package}")
+        if importlib.util.find_spec("pettingzoo") is None:
+            raise ValueError(f'{name}: environments of PettingZoo need pip install -e ".[pettingzoo]"')
         self.team_reward, self.return_scale = bool(team_reward), float(return_scale)
         self._draws = settings.get("render_mode") == "rgb_array"
         options = {

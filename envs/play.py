@@ -18,7 +18,7 @@ import tyro
 from PIL import Image
 
 import envs
-from envs import checkpoints, page, render
+from envs import checkpoints, files, page, render
 from envs.episodes import load_runner
 
 FORMATS = (".gif", ".mp4", ".html")
@@ -30,6 +30,7 @@ class Args:
     """the environment, one of envs.list_ids() (None: that of the run, with its number of agents)"""
     policy: str | None = None
     """one of the environment's policies (None: its first), one for each seat with commas, or a training run's folder"""
+    script: tuple[str, ...] = ()  # scripts of your own that the run needs and that are not in the project's folder
     episodes: int = 1  # how many matches to play
     out: Path | None = None  # file to write: .gif, .mp4 or .html
     seed: int = 0  # of the first match
@@ -49,7 +50,8 @@ def make_env(args):
         if args.policy is None or not Path(args.policy).is_dir():
             raise ValueError("name an environment, or the folder of a training run: --policy runs/<run>")
         saved = checkpoints.read_run(args.policy)
-        env_id, n_agents = saved["env_id"], n_agents or saved["args"].get("n_agents")
+        env_id = checkpoints.id_from_file(args.policy, saved["env_id"], "python -m envs.play")
+        n_agents = n_agents or saved["args"].get("n_agents")
     return envs.make(env_id, device=args.device, seed=args.seed, n_agents=n_agents)
 
 
@@ -120,9 +122,10 @@ def play(env, act, goals, seed, watch=lambda scene: None):
 
 
 def record(runner, path, seed=None, fps=8.0):
-    """A GIF of one greedy match of a runner's."""
+    """A GIF of one greedy match of a runner's, in place of what is at `path`, which may be a link."""
     scenes, _ = play(runner.env, runner.policy, runner.goals, seed)
-    write_gif(path, [render.draw(scene, goals=scene.get("goals")) for scene in scenes], fps)
+    frames = [render.draw(scene, goals=scene.get("goals")) for scene in scenes]
+    files.write(path, lambda file: write_gif(file, frames, fps))
 
 
 # ---- showing ----
@@ -156,7 +159,7 @@ def write_gif(path, frames, fps):
     sample = np.concatenate([np.asarray(image) for image in images[:: max(1, len(images) // 8)]])
     palette = Image.fromarray(sample).quantize(256)
     images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
-    images[0].save(path, save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0)
+    images[0].save(path, "GIF", save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0)
 
 
 def find_ffmpeg():
@@ -214,6 +217,7 @@ def main(args):
     for name, largest in (("episodes", 10**6), ("size", 4096), ("fps", 1000)):
         if not 0 < getattr(args, name) <= largest:
             raise ValueError(f"--{name} is above 0 and at most {largest}, not {getattr(args, name)}")
+    checkpoints.name_scripts(args.script)
     env = make_env(args)
     if not all(0 <= agent < env.n_agents for agent in args.sight):
         raise ValueError(f"--sight takes agents from 0 to {env.n_agents - 1}, not {args.sight}")

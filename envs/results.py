@@ -314,7 +314,7 @@ def metric_of(env_ids, evals):
 
 def is_won_together(env_id):
     """Whether winning says how well an agent did: not where each has its own reward, or nobody says who won."""
-    if env_id.startswith("pettingzoo:"):
+    if envs.names_code(env_id):
         return False
     try:
         return envs.make(env_id.removeprefix("sc2/")).team_reward

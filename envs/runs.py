@@ -171,6 +171,11 @@ def parse_args(args_class, script, paper=None):
         raise UsageError(f"--resume {folder}: {error}") from None
     if owner := files.is_locked(folder):
         raise UsageError(f"--resume {folder} is in use by {owner}")
+    try:
+        if args.env_id != saved["env_id"]:  # what is typed may name code
+            checkpoints.id_from_file(f"--resume {folder}", saved["env_id"], "--env-id")
+    except ValueError as error:
+        raise UsageError(error) from None
     if saved["algorithm"] != Path(script).stem:
         raise UsageError(f"--resume {folder} is a run of {saved['algorithm']}.py")
     if saved["progress"]["complete"] and (folder / "results.json").exists():
@@ -199,7 +204,7 @@ def parse_args(args_class, script, paper=None):
 def load_script(args):
     """The script of --script."""
     try:
-        return checkpoints.load_script(args.script, f"--script {args.script}:")
+        return checkpoints.load_script(args.script, f"--script {args.script}:", [f"{args.script}.py"])
     except ValueError as error:
         raise UsageError(error) from None
 
@@ -736,7 +741,8 @@ class Run:
         number = next(iter(self.stop_requests), signal.SIGTERM)  # the time limit counts as SIGTERM
         if not self.save():
             raise Exit(f"stopped at step {self.steps:,} and not saved; {self._last_checkpoint()}", 1)
-        raise Exit(f"stopped at step {self.steps:,}; continue with --resume {self.folder}", 128 + number)
+        also = f" --env-id {self.args.env_id}" if envs.names_code(self.args.env_id) else ""
+        raise Exit(f"stopped at step {self.steps:,}; continue with --resume {self.folder}{also}", 128 + number)
 
     def save_or_stop(self):
         """For what comes before the first step."""

@@ -76,6 +76,8 @@ class Search:
         if found["search"] != self.key:
             raise ValueError(f"{path} has the trials of another search: give this one another --report")
         self.planned = found["settings"]
+        if not all(isinstance(setting, dict) and self.is_in_space(setting) for setting in self.planned):
+            raise ValueError(f"{path} has other options than those that are searched")
 
     def more(self, pending):
         """The jobs of the next trial, given those at work or waiting; none at the end."""
@@ -142,6 +144,17 @@ class Search:
             if setting not in self.settings:
                 return setting
         return None
+
+    def is_in_space(self, setting):
+        """What a file has becomes options of scripts: other names, or other options as values, could run code."""
+        try:
+            for name, kind in self.space.items():
+                value = self.value_of(name, setting[name])
+                if value not in kind.choices if hasattr(kind, "choices") else not kind.low <= value <= kind.high:
+                    return False
+        except (KeyError, ValueError, TypeError):
+            return False
+        return setting.keys() == self.space.keys()
 
     def value_of(self, name, text):
         kind = self.space[name]

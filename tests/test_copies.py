@@ -151,6 +151,7 @@ CHANGES = {
 def make_run(tmp_path, monkeypatch):
     """make_run(changes, env, ...) -> a run of changed_iql.py, a copy of iql.py that is in the current folder"""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMG_SCRIPTS", "changed_iql.py")
 
     def make(changes, env, seed=0, scale=3):
         write_copy(tmp_path / "changed_iql.py", "iql", *changes)
@@ -185,7 +186,8 @@ def test_a_copy_acts_as_its_script_does(make_run, change, one_thread):
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ("gone", r"there is no script gone\.py in .* or the current folder"),
+        ("gone", r"there is no script gone\.py in .*; one elsewhere runs only if you name it"),
+        ("here", r"there is no script here\.py in .*; one elsewhere runs only if you name it"),
         ("../iql", r"algorithm is the name of a script, not .\.\./iql"),
         ("sweep", r"sweep\.py is not a training script: it has no load_player"),
         ("notes", r"notes\.py is not a training script: it has no load_player"),
@@ -194,6 +196,10 @@ def test_a_copy_acts_as_its_script_does(make_run, change, one_thread):
 def test_a_run_without_its_script_is_rejected_in_one_line(tmp_path, monkeypatch, algorithm, message, one_thread):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.py").write_text("raise RuntimeError('it is not imported')\n")
+    (tmp_path / "here.py").write_text(
+        "raise RuntimeError('it is not imported')\ndef load_player(run, env, seats): ...\n"
+    )
+    monkeypatch.setenv("OMG_SCRIPTS", "notes.py")
     env = envs.make("3m", num_envs=4)
     folder = write_run(tmp_path / "run", "iql", env)
     saved = checkpoints.read_run(folder)

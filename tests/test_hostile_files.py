@@ -1,6 +1,9 @@
 """Files from somebody else: whatever is wrong with one, it is refused in one line before a network is built."""
 
 import copy
+import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +11,10 @@ import torch
 from scripts import QUICK, ROOT, resume_file, run_script, stopped
 
 import envs
+import evaluate
 import iql
 import omg_iql
-from envs import checkpoints, runs
+from envs import checkpoints, play, runs
 from envs.episodes import load_runner
 from envs.team import Team, read_pool
 
@@ -103,6 +107,38 @@ def test_checkpoints(original, path, value, tmp_path):
         if path.split("/")[0] in PLAYS | {"progress", "resume"} or path in PLAYS:
             continue
         refused(load)
+
+
+def test_a_file_names_no_code(original, tmp_path, monkeypatch):
+    """Its id of an environment, its options and its script."""
+    folder, content, _ = original
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(envs, "code_asked_for", set())
+    world = "open('called', 'w')\nfrom pettingzoo import ParallelEnv\nclass parallel_env(ParallelEnv): ..."
+    Path("world.py").write_text(world)
+    bad, manifest = "pettingzoo:world", Path("manifest.json")
+    manifest.write_text(json.dumps({"env_id": bad, "measure": "return", "strangers": []}))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / content["resume"]).write_bytes((folder / content["resume"]).read_bytes())
+    torch.save(put(put(content, "env_id", bad), "args/env_id", bad), run / "checkpoint.pt")
+    ego = {"ego": (str(run),), "others": ("random",), "out": tmp_path / "out"}
+    for load, option in {
+        lambda: resume(run): "--env-id",
+        lambda: play.main(play.Args(policy=str(run))): "python -m envs.play",
+        lambda: evaluate.main(evaluate.Args(**ego)): "--env-id",
+        lambda: evaluate.main(evaluate.Args(**{**ego, "ego": ("random",), "others": (str(run),)})): "--env-id",
+        lambda: evaluate.main(evaluate.Args(**{**ego, "bounds": manifest})): "--env-id",
+        lambda: checkpoints.script_of(run): "--env-id",
+    }.items():
+        assert refused(load).endswith(f"is of an environment whose code runs only if you name it: {option} {bad}")
+    assert not Path("called").exists()
+    monkeypatch.setattr(runs, "exit_on_signals", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["iql.py", "--resume", str(run), "--env-id", bad])
+    assert runs.parse_args(iql.Args, "iql.py").env_id == bad
+    while runs._size_limits:
+        runs._size_limits.pop().remove()
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 1000, "cut", [1, 2], "torch.nn.Linear", {}], ids=str)

@@ -1,6 +1,7 @@
 """Worlds of PettingZoo behind the interface: against the worlds themselves, played by plain loops."""
 
 import importlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ SPREAD = "pettingzoo:mpe2.simple_spread_v3"
 # Agent a leaves after LIFE[a] steps; its actions, observations and masks differ from the others'.
 LEAVING = """
 import os
+from os import system
+from subprocess import getoutput
 import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
@@ -74,6 +77,10 @@ def continuous():
     world = World()
     world.action_space = lambda agent: spaces.Box(0, 1, (2,))
     return world
+
+
+def something():
+    return {}
 """
 FORAGING = """
 from gymnasium import spaces
@@ -248,15 +255,21 @@ def test_a_world_that_fails_makes_its_match_invalid(make, fault, reason):
         ("pettingzoo:leaving_world", "leaving_world has no parallel_env"),
         ("pettingzoo:leaving_world:continuous", "the actions of ant are Box.*only Discrete"),
         ("pettingzoo:leaving_world:World", "episode_limit=100"),
+        ("pettingzoo:leaving_world:something", "returns dict, which is no ParallelEnv"),
+        ("pettingzoo:leaving_world:LIFE", "leaving_world:LIFE is no subclass of PettingZoo's ParallelEnv"),
+        ("pettingzoo:leaving_world:system,command='echo > called'", "is no subclass"),
+        ("pettingzoo:leaving_world:getoutput,cmd='echo > called'", "is no subclass"),
+        ("pettingzoo:subprocess:getoutput,cmd='echo > called'", "subprocess is a module of Python itself"),
         (f"{SPREAD},color=3", "unexpected keyword argument 'color'"),
         (f"{SPREAD},team_reward=3", "team_reward is True or False"),
         (f"{SPREAD},step_timeout=0", "step_timeout is a number of seconds"),
     ],
 )
-def test_worlds_that_cannot_be_played(make, env_id, reason):
+def test_worlds_that_cannot_be_played(make, env_id, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=reason) as error:
         make(env_id)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and not Path("called").exists()
 
 
 def test_pictures_are_the_worlds_own(make):

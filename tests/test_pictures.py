@@ -445,7 +445,8 @@ def load_player(run, env, seats):
 
 
 def test_a_run_folder_is_played_by_its_script(tmp_path, monkeypatch):
-    """The script may be in the current folder."""
+    """A script elsewhere than in the project's folder, such as the current one, has to be named."""
+    monkeypatch.delenv("OMG_SCRIPTS", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "toy.py").write_text(SCRIPT)
     folder = tmp_path / "runs" / "toy_run"
@@ -455,10 +456,12 @@ def test_a_run_folder_is_played_by_its_script(tmp_path, monkeypatch):
         play.load_policy(str(folder), env)
     content = {"env_id": "3m", "sizes": checkpoints.env_sizes(env), "args": {"seed": 3}, "networks": {}, **NOT_TRAINED}
     torch.save({**content, "algorithm": "unheard_of"}, folder / "checkpoint.pt")
-    with pytest.raises(ValueError, match=r"toy_run: there is no script unheard_of\.py in .* or the current folder"):
-        play.load_policy(str(folder), env)
     torch.save({**content, "algorithm": "toy", "bias": torch.tensor(7)}, folder / "checkpoint.pt")
-    run("3m", "--policy", folder, "--out", tmp_path / "match.html")
+    with pytest.raises(ValueError, match=r"toy_run: there is no script toy\.py in .*; one elsewhere .* toy\.py,"):
+        play.load_policy(str(folder), env)
+    with pytest.raises(ValueError, match=r"--script gone\.py: there is no such file"):
+        run("3m", "--policy", folder, "--script", "gone.py")
+    run("3m", "--policy", folder, "--script", "toy.py", "--out", tmp_path / "match.html")
     frames = recorded(tmp_path / "match.html")["episodes"][0]["frames"]
     assert len(frames) > 5
     assert [frame.get("goals") for frame in frames] == [[[0, 14, 16]]] * (len(frames) - 1) + [None]
@@ -466,6 +469,7 @@ def test_a_run_folder_is_played_by_its_script(tmp_path, monkeypatch):
 
 def test_a_run_knows_its_environment_and_its_agents(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMG_SCRIPTS", "toy.py")
     (tmp_path / "toy.py").write_text(SCRIPT)
     folder = tmp_path / "runs" / "toy_run"
     folder.mkdir(parents=True)

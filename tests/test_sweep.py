@@ -344,6 +344,12 @@ def test_a_search_goes_on_and_ends_in_the_best_command(tmp_path):
     assert len(rows) == 5 and means == sorted(means, reverse=True) and rows[0]["runs"] == 2
     before = file.read_text()
     assert run(tmp_path, *words[:-1])[0] == 2 and file.read_text() == before, "another search has another report"
+    for bad in ({"env-id": "b"}, {"pause": "--env-id=b"}, {"skill": "7"}):
+        found = json.loads(before)
+        found["settings"][0] |= bad
+        file.write_text(json.dumps(found))
+        failed, output = run(tmp_path, *words, "--trials", 6, options=("--total-timesteps", 2))
+        assert failed == 2 and not output, output
 
 
 def test_a_search_finds_the_best_setting(tmp_path):
