@@ -32,7 +32,10 @@ import tyro
 TRIES = 2  # of a run that crashes
 LOSSES = 5  # times that a run may lose its node
 REJECTED = 2  # the exit code of a script that does not accept its arguments, or whose run is at work already
-FREE = ("track", "capture-video", "checkpoint-interval", "log-interval")  # what may change when a run goes on
+FREE = (  # what may change when a run goes on
+    "track", "wandb-project-name", "wandb-entity", "wandb-group", "capture-video", "checkpoint-interval",
+    "log-interval",
+)  # fmt: skip
 
 
 @dataclass

@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import socket
+import stat
 from pathlib import Path
 
 try:
@@ -29,8 +30,9 @@ def write(path, save):
     """Calls save(file) on a binary file that becomes `path` once it is complete and on the disk; or raises OSError."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary.unlink(missing_ok=True)  # of a process that died, or a link
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             save(file)
             file.flush()
             os.fsync(file.fileno())
@@ -63,6 +65,22 @@ def reason(error):
 
 
 # ---- folders ----
+def first_link(folder, depth=3):
+    """A link in a run folder or its folders, as deep as a run writes: it may lead elsewhere. None if there is none."""
+    for entry in os.scandir(folder):
+        if _is_link(entry.path):
+            return entry.path
+        if depth > 1 and entry.is_dir(follow_symlinks=False) and (found := first_link(entry.path, depth - 1)):
+            return found
+    return None
+
+
+def _is_link(path):
+    facts = os.lstat(path)
+    is_junction = getattr(facts, "st_reparse_tag", 0) == getattr(stat, "IO_REPARSE_TAG_MOUNT_POINT", None)  # Windows
+    return stat.S_ISLNK(facts.st_mode) or is_junction
+
+
 def make_folder(path):
     """Makes a new folder: `path`, or with a number behind it where that is taken. Returns its path."""
     path = Path(path)
@@ -86,7 +104,7 @@ class FolderLock:
 
     def acquire(self):
         """Raises a ValueError if another process holds it."""
-        file = open(self.folder / ".lock", "a+")  # noqa: SIM115 (locked for as long as it is open)
+        file = _open_lock(self.folder, os.O_CREAT)
         try:
             _lock(file)
         except OSError as error:
@@ -110,7 +128,7 @@ class FolderLock:
 def is_locked(folder):
     """Who uses a folder, such as `process 17 on node3`; None if nobody does."""
     try:
-        file = open(Path(folder) / ".lock", "r+")  # noqa: SIM115
+        file = _open_lock(folder)
     except OSError:
         return None
     with file:
@@ -119,6 +137,15 @@ def is_locked(folder):
         except OSError as error:
             return _owner(file) if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK) else None
     return None
+
+
+def _open_lock(folder, flags=0):
+    """The file .lock for reading and writing, at its end; an OSError if it is a link or no file."""
+    path = Path(folder) / ".lock"
+    if os.path.lexists(path) and not (stat.S_ISREG(os.lstat(path).st_mode) and os.lstat(path).st_nlink == 1):
+        raise OSError(errno.ELOOP, f"{path.name} is a link")
+    flags |= os.O_RDWR | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)  # should it become a link only now
+    return os.fdopen(os.open(path, flags, 0o666), "a+")
 
 
 def _lock(file):

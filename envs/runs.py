@@ -61,7 +61,8 @@ LARGEST = {
     **dict.fromkeys(("num_envs", "batch_size"), 2**22),
 }
 PRETRAIN_TIMESTEPS = (100_000, 2_000_000)  # by default, on the CPU and on the GPU
-CHANGEABLE = ("resume", "time_limit", "track", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
+OUTWARD = ("track", "wandb_project_name", "wandb_entity", "wandb_group")  # no file says where a log goes
+CHANGEABLE = (*OUTWARD, "resume", "time_limit", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
 FOUND_OUT = ("n_policies",)  # options of earlier versions that a run has set by itself, and does not need any more
 NO_MEMORY = 3  # the exit code of a run that lacks memory: beside fewer others it may have enough
 NO_MEMORY_MESSAGE = re.compile("tried to allocate|can't allocate|out of memory|OUT_OF_MEMORY|ALLOC_FAILED")
@@ -157,9 +158,11 @@ def from_command_line(args_class, paper=None):
 
 
 def parse_args(args_class, script, paper=None):
-    """The same; a resumed run keeps those it had, and rejects others."""
+    """The same, with the runs that a pool's patterns name; a resumed run keeps what it had, and rejects others."""
     args = from_command_line(args_class, paper)
     exit_on_signals()
+    if hasattr(args, "pool"):
+        args.pool = expanded(args.pool)
     if not args.resume:
         return args
     if args.init:
@@ -176,10 +179,15 @@ def parse_args(args_class, script, paper=None):
             checkpoints.id_from_file(f"--resume {folder}", saved["env_id"], "--env-id")
     except ValueError as error:
         raise UsageError(error) from None
+    if link := files.first_link(folder):
+        raise UsageError(f"--resume {folder}: {link} is a link, through which a run would write elsewhere")
     if saved["algorithm"] != Path(script).stem:
         raise UsageError(f"--resume {folder} is a run of {saved['algorithm']}.py")
     if saved["progress"]["complete"] and (folder / "results.json").exists():
         raise UsageError(f"--resume {folder}: that run is complete")
+    unfinished_copy = not saved["progress"]["complete"] and saved.get("resume") is None
+    if unfinished_copy or (folder.resolve().parent / "checkpoint.pt").exists():
+        raise UsageError(f"--resume {folder}: that is a copy for pools, which cannot be continued; its run can")
     defaults = asdict(args_class())
     saved["args"] = {name: value for name, value in saved["args"].items() if name not in FOUND_OUT}
     if unknown := saved["args"].keys() - defaults.keys():
@@ -190,7 +198,16 @@ def parse_args(args_class, script, paper=None):
         raise UsageError(f"--resume {folder}: {error}") from None
     _size_limits.append(checkpoints.limit_sizes(folder, saved, UsageError))  # until they are loaded
     previous = {**defaults, **saved["args"]}  # an older run may lack an option
-    given = tyro.cli(args_class, default=args_class(**{**previous, "resume": None, "time_limit": None}))
+    if "pool" in previous:  # an older run may have patterns there
+        others = (path for path in expanded(previous["pool"]) if Path(path).resolve() != folder.resolve())
+        previous["pool"] = tuple(others)
+    of_command_line = {name: getattr(args, name) for name in OUTWARD if hasattr(args, name)}
+    kept = {**previous, **of_command_line, "resume": None, "time_limit": None}
+    given = tyro.cli(args_class, default=args_class(**kept))
+    if previous.get("track") and not given.track:
+        print("This run was mirrored by Weights and Biases: --track (with --wandb-entity, ...) goes on with it.")
+    if "pool" in previous and is_pool(given.pool, previous["pool"]):
+        given.pool = previous["pool"]
     invalid = [
         f"{option(name)} {previous[name]} (not {value})"
         for name, value in asdict(given).items()
@@ -199,6 +216,17 @@ def parse_args(args_class, script, paper=None):
     if invalid:
         raise UsageError(f"--resume {folder} has {', '.join(invalid)}")
     return given
+
+
+def expanded(pool):
+    """A pool with the runs that its patterns name now, so that they are the same whenever the run is resumed."""
+    return tuple(str(name) for pattern in pool for name in checkpoints.find_runs(pattern) or [pattern])
+
+
+def is_pool(typed, saved):
+    """Whether a pool that is typed again names a saved one: its patterns may name other runs by now, too."""
+    plain = {name for name in typed if expanded([name]) == (name,)}
+    return plain <= set(saved) <= {*expanded(typed)}
 
 
 def load_script(args):

@@ -1,7 +1,10 @@
 """Files from somebody else: whatever is wrong with one, it is refused in one line before a network is built."""
 
 import copy
+import functools
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ import envs
 import evaluate
 import iql
 import omg_iql
-from envs import checkpoints, play, runs
+from envs import checkpoints, files, play, runs
 from envs.episodes import load_runner
 from envs.team import Team, read_pool
 
@@ -139,6 +142,43 @@ def test_a_file_names_no_code(original, tmp_path, monkeypatch):
     assert runs.parse_args(iql.Args, "iql.py").env_id == bad
     while runs._size_limits:
         runs._size_limits.pop().remove()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+def test_nothing_is_written_through_links(original, tmp_path):
+    folder, *_ = original
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("file", "checkpoint.pt"):
+        (outside / name).write_text("mine")
+    for number, name in enumerate((".lock", "match.gif", "at-0.5", "at-1/checkpoint.pt")):
+        run = shutil.copytree(folder, tmp_path / str(number), ignore=shutil.ignore_patterns(".lock"))
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).symlink_to(outside if name == "at-0.5" else outside / "file")
+        assert f"{name} is a link" in refused(functools.partial(resume, run))
+    (run / ".lock").symlink_to(outside / "file")
+    with pytest.raises(OSError, match="is a link"):
+        files.FolderLock(run).acquire()
+    (run / ".lock").unlink()
+    os.link(outside / "file", run / ".lock")
+    with pytest.raises(OSError, match="is a link"):
+        files.FolderLock(run).acquire()
+    (run / f".results.json.{os.getpid()}.part").symlink_to(outside / "file")
+    files.write_text(run / "results.json", "new")
+    files.write_text(run / "at-1" / "checkpoint.pt", "new")
+    assert {path.read_text() for path in outside.iterdir()} == {"mine"}
+
+
+def test_a_file_does_not_say_where_the_log_goes(original, tmp_path, monkeypatch):
+    _, content, _ = original
+    bad = put(put(content, "args/track", True), "args/wandb_entity", "theirs")
+    torch.save(bad, tmp_path / "checkpoint.pt")
+    monkeypatch.setattr(runs, "exit_on_signals", lambda: None)
+    for words, expected in (([], (False, None)), (["--track", "--wandb-entity", "mine"], (True, "mine"))):
+        monkeypatch.setattr(sys, "argv", ["iql.py", "--resume", str(tmp_path), *words])
+        args = runs.parse_args(iql.Args, "iql.py")
+        runs._size_limits.pop().remove()
+        assert (args.track, args.wandb_entity) == expected
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 1000, "cut", [1, 2], "torch.nn.Linear", {}], ids=str)

@@ -512,6 +512,22 @@ def test_arguments_of_a_resumed_run(complete_run, tmp_path, monkeypatch):
     assert args.log_interval == 7.0
 
 
+def test_a_resumed_run_keeps_its_pool(tmp_path, monkeypatch):
+    """Its pattern names the run itself by now."""
+    monkeypatch.chdir(tmp_path)
+    pattern, pool = "runs/3m__iql__*", ("runs/3m__iql__old", "nearest")
+    write_run(tmp_path / pool[0], "iql", envs.make("3m"))
+    folder = stopped("iql", "runs", team="2other1learner", pool=(pattern, "nearest"))
+    for words in ((), ("--pool", pattern, "nearest"), ("--pool", *pool)):
+        assert parse(monkeypatch, "iql", "--resume", folder, *words).pool == pool
+    for words in (("--pool", "nearest"), ("--pool", pattern, "nearest", "kite")):
+        with pytest.raises(SystemExit, match=r"has --pool \('runs/3m__iql__old', 'nearest'\) \(not"):
+            parse(monkeypatch, "iql", "--resume", folder, *words)
+    saved = read(folder / "checkpoint.pt")
+    torch.save({**saved, "args": {**saved["args"], "pool": (pattern, "nearest")}}, folder / "checkpoint.pt")
+    assert parse(monkeypatch, "iql", "--resume", folder).pool == pool, "of an older version"
+
+
 def test_runs_of_other_versions(tmp_path, monkeypatch):
     """An option that a run does not have yet gets its default; with one that is gone it plays, but is not resumed."""
     folder = stopped("iql", tmp_path)
@@ -819,7 +835,7 @@ def assert_plain(content):
         assert isinstance(value, (torch.Tensor, str, int, float, bool, type(None))), path
 
 
-def test_copies_of_early_policies_can_be_team_mates(tmp_path):
+def test_copies_of_early_policies_can_be_team_mates(tmp_path, monkeypatch):
     folder = train("iql", tmp_path, env_id="3m", checkpoint_at=(0.3, 0.9))["run"].folder
     found = [read(path / "checkpoint.pt") for path in (folder / "at-0.3", folder / "at-0.9", folder)]
     steps = [content["progress"]["steps"] for content in found]
@@ -831,6 +847,10 @@ def test_copies_of_early_policies_can_be_team_mates(tmp_path):
     assert [Path(run.path).name for run in team.runs] == [folder.name, "at-0.3", "at-0.9"]
     with pytest.raises(SystemExit, match="is in rising order"):
         iql.check_args(iql.Args(checkpoint_at=(0.6, 0.3)))
+    (folder / "at-0.9").rename(tmp_path / "moved")
+    for copy in (folder / "at-0.3", tmp_path / "moved"):
+        with pytest.raises(SystemExit, match="that is a copy for pools, which cannot be continued"):
+            parse(monkeypatch, "iql", "--resume", copy)
 
 
 @EVERY_SCRIPT
