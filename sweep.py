@@ -90,6 +90,8 @@ class Job:
     @cached_property
     def exp_name(self):
         words = [self.script.stem, *(word if isinstance(word, str) else word.name for word in self.arguments)]
+        if files.as_name(self.env_id) != self.env_id.replace("/", "-"):  # as a name it may be that of another id
+            words.append(self.env_id)
         digest = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:6]
         return re.sub(r'[\\/:*?"<>|\[\]]|\.\.', "-", f"{(self.label or words[0])[:100]}-{digest}".replace(" ", "_"))
 

@@ -11,12 +11,14 @@ import functools
 import glob
 import importlib.util
 import io
+import itertools
 import math
 import os
 import shlex
 import sys
 import types
 import typing
+import zipfile
 from pathlib import Path
 
 import torch
@@ -41,12 +43,19 @@ PROGRESS = {"steps": int, "episodes": int, "seconds": float, "evals": list, "com
 EVALUATION = ("steps", "seconds", "win_rate", "episodic_return")
 SIZES = ("n_agents", "n_actions", "obs_dim", "state_dim", "episode_limit")  # what inputs and outputs depend on
 LARGEST_WEIGHT = 2**24  # numbers in a weight that no checkpoint has to prove
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+MOST_PARTS, DEEPEST = 2**20, 32  # of what a file has beside tensors: all its parts, and how deep they are nested
+LONGEST_PICKLE = 2**22  # bytes of the names, numbers and shapes in a file
 
 
 # ---- reading ----
 def read(path):
     """The content of a file. Code in it is not run."""
     try:
+        _check_archive(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(content, dict):
             raise ValueError(f"it has a {type(content).__name__}")
@@ -57,6 +66,18 @@ def read(path):
         raise ValueError(f"{path} is damaged or not a file of this project: {cause}") from None
     check_tensors(path, content, finite=False)
     return content
+
+
+def _check_archive(path):
+    """Raises a ValueError or BadZipFile, before anything is unpacked, if a file would grow by that."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError("it is compressed")
+    if sum(entry.file_size for entry in entries) > os.path.getsize(path):
+        raise ValueError("it claims to be larger than it is")
+    if any(entry.file_size > LONGEST_PICKLE for entry in entries if entry.filename.endswith(".pkl")):
+        raise ValueError("it has too many parts")
 
 
 def read_run(folder):
@@ -122,21 +143,32 @@ def _short(value, length=60):
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-def check_tensors(path, content, name="", finite=True):
-    """Raises a ValueError if a tensor is not a plain one, or claims to be larger than its data, or (if `finite`) has a
-    number that is not finite.
+def check_tensors(path, content, name="", finite=True, parts=None, depth=0):
+    """Raises a ValueError if there is something else than plain tensors and types in few containers, if a tensor claims
+    to be larger than its data, or (if `finite`) if it has a number that is not finite.
     """
-    if isinstance(content, dict):
-        for key, value in content.items():
-            check_tensors(path, value, f"{name}.{key}" if name else str(key), finite)
-    elif isinstance(content, (list, tuple)):
-        for number, value in enumerate(content):
-            check_tensors(path, value, f"{name}.{number}", finite)
+    parts = itertools.count() if parts is None else parts
+    if next(parts) > MOST_PARTS or depth > DEEPEST:  # a list may have itself as a part, or another one many times
+        raise ValueError(f"{path} is damaged: {name[:60]} has too many parts")
+    if isinstance(content, (dict, list, tuple)):
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            if not isinstance(key, (str, int)) or len(str(key)) > 200:
+                raise ValueError(f"{path} is damaged: {name[:60]} has a part named {_short(key)}")
+            check_tensors(path, value, " ".join(f"{name}.{key}".split()).lstrip("."), finite, parts, depth + 1)
     elif isinstance(content, torch.Tensor):
-        if content.layout != torch.strided or content.nbytes > content.untyped_storage().nbytes():
+        if not _is_plain(content) or content.nbytes > content.untyped_storage().nbytes():
             raise ValueError(f"{path} is damaged: {name} is no plain tensor")
         if finite and content.is_floating_point() and not content.isfinite().all():
             raise ValueError(f"{path} has numbers that are not finite, in {name}")
+    elif type(content) not in (str, int, float, bool, types.NoneType) or (
+        type(content) is int and abs(content) >= 2**128
+    ):
+        raise ValueError(f"{path} is damaged: {name} is of the type {type(content).__name__}")
+
+
+def _is_plain(tensor):
+    kinds = tensor.dtype in DTYPES and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return kinds and type(tensor) is torch.Tensor and not tensor.is_nested
 
 
 def find_runs(pattern):

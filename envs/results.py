@@ -182,7 +182,7 @@ def read_bounds(path):
             folder = path.parent / one["policy"]
             name = str(folder) if folder.is_dir() else one["policy"]
             found[name] = (manifest["measure"], float(one["lower"]), float(one["upper"]))
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{path} is not a manifest of strangers ({type(error).__name__}: {error})") from None
     return found, stage
 

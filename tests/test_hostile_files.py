@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,6 +202,79 @@ def test_files_of_other_kinds(original, content, tmp_path):
         lambda: omg_iql.load_vae(vae, env, None),
     ):
         assert str(tmp_path) in refused(load)
+
+
+def repeated():
+    """2**60 parts in a kilobyte."""
+    value = []
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+def nested():
+    """As deep as pickling allows."""
+    value = []
+    for _ in range(150):
+        value = {"a": value}
+    return value
+
+
+def inside_itself():
+    value = []
+    value.append(value)
+    return value
+
+
+HOSTILE = {
+    "repeated": (repeated, "has too many parts"),
+    "nested": (nested, "has too many parts"),
+    "inside itself": (inside_itself, "has too many parts"),
+    "long name": (lambda: {"x" * 10**4: 1}, "has a part named"),
+    "no name": (lambda: {(1, 2): 1}, "has a part named"),
+    "many digits": (lambda: 10**50, "is of the type int"),
+    "complex": (lambda: complex("nan"), "is of the type complex"),
+    "bytes": (lambda: b"1", "is of the type bytes"),
+    "complex tensor": (lambda: torch.full((2,), complex("nan")), "no plain tensor"),
+    "meta": (lambda: torch.ones(10**9, device="meta"), "no plain tensor"),
+    "float8": (lambda: torch.ones(2).to(torch.float8_e4m3fn), "no plain tensor"),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "no plain tensor"),
+    "nested tensor": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "no plain tensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # some kinds of tensors are about to go
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_no_file_of_this_project_has(original, kind, tmp_path):
+    (make, reason), (_, content, _) = HOSTILE[kind], original
+    for place in ("args", "progress", "networks"):
+        torch.save({**content, place: {**content[place], "x": make()}}, tmp_path / "checkpoint.pt")
+        assert reason in refused(lambda: resume(tmp_path))
+        assert reason in refused(lambda: read_pool([str(tmp_path)], envs.make("3m")))
+
+
+def test_archives_that_would_grow(original, tmp_path):
+    """Compressed entries, one piece of data under many names, and more than is read."""
+    path = tmp_path / "checkpoint.pt"
+    with zipfile.ZipFile(original[0] / "checkpoint.pt") as archive:
+        entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+
+    def write(compression=zipfile.ZIP_STORED, times=1, extra=b""):
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            for name, data in entries.items():
+                archive.writestr(name, data + extra * name.endswith("data.pkl"))
+            largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+            archive.infolist().extend([largest] * (times - 1))
+
+    write()
+    assert checkpoints.read_run(tmp_path)["algorithm"] == "iql"
+    for options, reason in (
+        ({"compression": zipfile.ZIP_DEFLATED}, "it is compressed"),
+        ({"times": 100}, "it claims to be larger than it is"),
+        ({"extra": bytes(2**22)}, "it has too many parts"),
+    ):
+        write(**options)
+        assert reason in refused(lambda: checkpoints.read_run(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,14 @@ def test_the_papers_runs_share_the_gpu_through_the_service(service, tmp_path, mo
     assert (SHARED in capsys.readouterr().out) == (option == "--mps")
 
 
+def test_ids_that_differ_in_signs_alone_have_folders_of_their_own():
+    one, other, plain, real = (
+        sweep.Job(TOY, env_id, 1) for env_id in ("pettingzoo:a.b,c='d e'", "pettingzoo:a.b,c='d-e'", "a", "sc2/3m")
+    )
+    assert files.as_name(one.env_id) == files.as_name(other.env_id) and one.name != other.name
+    assert plain.exp_name == real.exp_name, "the folders of other ids have the names that they had"
+
+
 # ---- a search over settings ----
 def test_a_search_goes_on_and_ends_in_the_best_command(tmp_path):
     pytest.importorskip("optuna")
