@@ -18,7 +18,7 @@ import torch
 import envs
 import strangers
 from envs import checkpoints, files
-from envs.cluster import ROOT
+from envs.checkpoints import ROOT
 from envs.episodes import load_runner
 from envs.results import COLOURS, crossed_difference, crossed_interval, curves, far_apart, interval, markdown, normalise
 from sweep import Evaluation, Job, read_results

@@ -22,7 +22,7 @@ import tyro
 import compare
 import envs
 from envs import files
-from envs.cluster import ROOT
+from envs.checkpoints import ROOT
 from envs.results import crossed_difference, crossed_interval, curves, markdown, summary
 from envs.runs import UsageError
 from strangers import STAGES

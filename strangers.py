@@ -18,7 +18,7 @@ import tyro
 
 import envs
 from envs import files, runs
-from envs.cluster import ROOT
+from envs.checkpoints import ROOT
 from envs.results import far_apart
 from sweep import Evaluation, Job, check_counts, place_of, read_results, run_all
 

@@ -538,6 +538,17 @@ def test_a_wheel_outside_the_checkout_plays_a_trained_run(tmp_path, complete_run
     words = ["-m", "envs.play", "--policy", str(complete_run("iql", "matrix_ipd")["run"].folder)]
     played = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert played.returncode == 0 and "match 0: return" in played.stdout, played.stderr
+    # every script starts; in one process, as each takes seconds to import
+    start = "import runpy, sys\nsys.argv[:1] = ['-m']\nimport envs\nfor name in sys.argv[1:]:\n"
+    start += "    found = runpy.run_module(f'envs.scripts.{name}', run_name='imported')\n"
+    start += "    assert found.get('ROOT', envs._scripts) == envs._scripts"
+    names = sorted(path.stem for path in (site / "envs" / "scripts").glob("*.py"))
+    assert {"omg_iql", "strangers", "compare", "paper", "evaluate"} <= set(names)
+    started = subprocess.run([sys.executable, "-c", start, *names], cwd=tmp_path, env=variables, capture_output=True)
+    assert started.returncode == 0, started.stderr.decode()
+    words = ["-m", "envs.scripts.omg_iql", "--gamma", "7"]
+    refused = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert refused.returncode == 2 and "--gamma is from 0 to 1" in refused.stderr, refused.stderr
     words = ["-m", "envs.scripts.sweep", "--script", "gone.py", "--env-ids", "3m"]
     refused = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert (
