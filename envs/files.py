@@ -1,14 +1,16 @@
-"""Files and folders of runs: written completely or not at all, made only once, and locked while in use.
+"""Files and folders of runs: written completely or not at all, made only once, and locked while in use; and output.
 
 Nothing here needs torch.
 """
 
 import contextlib
 import errno
+import io
 import os
 import re
 import socket
 import stat
+import sys
 from pathlib import Path
 
 try:
@@ -62,6 +64,53 @@ def reason(error):
         return "disk full" if error.errno in NO_ROOM else error.strerror or str(error)
     # torch hides the error of a write that came up short
     return "disk full" if "unexpected pos" in str(error) or "PytorchStreamWriter" in str(error) else str(error)
+
+
+# ---- output ----
+def say(line, file=None):
+    """Prints a line, on standard output by default; where it cannot be written, the program goes on."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        print(line, file=file, flush=True)
+
+
+def warn(line):
+    say(f"warning: {line}", sys.stderr)
+
+
+class _Lenient(io.RawIOBase):
+    """Writes to a file; what cannot be written, because a disk is full or nobody reads it, is dropped."""
+
+    def __init__(self, file):
+        self.file, self.fileno, self.isatty = file, file.fileno, file.isatty
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        try:
+            return self.file.write(data)
+        except OSError:
+            return len(data)
+
+
+def lenient(stream):
+    """The text stream with a lenient file below it, as far as it is one of the system; None becomes one to nowhere."""
+    if stream is None:  # closed when the program was started
+        return open(os.devnull, "w")
+    buffer = getattr(stream, "buffer", None)
+    file = getattr(buffer, "raw", buffer)  # with python -u there is no buffer between
+    if not isinstance(file, io.RawIOBase) or isinstance(file, _Lenient):
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    below = _Lenient(file) if buffer is file else io.BufferedWriter(_Lenient(file))
+    modes = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+    return io.TextIOWrapper(below, stream.encoding, stream.errors, **modes)
+
+
+def drop_what_cannot_be_printed():
+    """From now on no print, warning or progress bar of this program can end it."""
+    sys.stdout, sys.stderr = lenient(sys.stdout), lenient(sys.stderr)
 
 
 # ---- folders ----

@@ -35,6 +35,8 @@ from numba import njit, prange
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import overload
 
+from envs import files
+
 SERIAL_BELOW = 8  # matches; waking the threads costs more than playing fewer than these
 BLOCK_SIZES = (256, 128, 64, 32)  # threads; the first whose matches fit into SHARED_BYTES
 PLAIN_BLOCK = 128  # threads; for programs that work on the batch as it lies
@@ -245,16 +247,13 @@ def keep(dispatcher):
         return dispatcher
     # Numba notes where to cache when caching is enabled; its CUDA part may have a configuration of its own
     configs = [sys.modules[name] for name in ("numba.core.config", "numba.cuda.core.config") if name in sys.modules]
-    before = [config.CACHE_DIR for config in configs]
-    try:
-        for config in configs:
-            config.CACHE_DIR = config.CACHE_DIR or cache_folder()
-        dispatcher.enable_caching()
-    except (OSError, RuntimeError):  # no place that can be written to
-        return dispatcher
-    finally:
-        for config, folder in zip(configs, before):
-            config.CACHE_DIR = folder
+    with _compiler_lock("cpu"):  # of two threads the second would find the folder of the first, and leave it there
+        swaps = [(config, "CACHE_DIR", config.CACHE_DIR or cache_folder()) for config in configs]
+        try:
+            with _in_place_of(*swaps):
+                dispatcher.enable_caching()
+        except (OSError, RuntimeError):  # no place that can be written to
+            return dispatcher
     cache = dispatcher._cache
     cache._cache_file = _Files(cache.cache_path, dispatcher.py_func.__name__, cache._cache_file._dump)
     cache.load_overload, cache.save_overload = _announced(cache.load_overload), _or_none(cache.save_overload)
@@ -283,7 +282,7 @@ def _announced(load):
 
 @functools.cache
 def _announce_compilation():
-    print("compiling, for half a minute at the first use of an environment ...", file=sys.stderr, flush=True)
+    files.say("compiling, for half a minute at the first use of an environment ...", sys.stderr)
 
 
 def rebind(function, name, **names):
@@ -521,32 +520,42 @@ def _compile_whole_once(run_one):
 
 @contextlib.contextmanager
 def _in_place_of(*swaps):
-    """Within this context the modules' functions are replaced: (module, name, replacement)."""
+    """Within this context the modules' names mean something else: (module, name, replacement)."""
     before = [(module, name, getattr(module, name)) for module, name, _ in swaps]
-    for module, name, replacement in swaps:
-        setattr(module, name, replacement)
     try:
+        for module, name, replacement in swaps:
+            setattr(module, name, replacement)
         yield
     finally:
         for module, name, original in before:
             setattr(module, name, original)
 
 
-def _compiling(device_type, run_one):
-    if device_type == "cpu":
-        from numba.np import arrayobj
-
-        return _in_place_of((arrayobj, "fix_integer_index", _take_index_as_is), *_compile_whole_once(run_one))
-    from numba.cuda.cudadrv import nvvm
-
-    no_fused_multiply_add = functools.partial(nvvm.compile_ir, fma=False)  # CPU and CUDA must round alike
-    return _in_place_of(_plain_indices(), (nvvm, "compile_ir", no_fused_multiply_add))
+def _compiler_lock(device_type):
+    """The lock that Numba compiles under: who holds it is the only one who compiles for such devices."""
+    if device_type != "cpu":
+        from numba import cuda  # noqa: F401 (it may have a lock of its own)
+    names = ("numba.cuda.core.compiler_lock",) * (device_type != "cpu") + ("numba.core.compiler_lock",)
+    return next(sys.modules[name] for name in names if name in sys.modules).global_compiler_lock
 
 
-def _plain_indices():
-    from numba.cuda.np import arrayobj
+@contextlib.contextmanager
+def _compiling(device_type, run_one=None):
+    """For our code alone: other threads compile before or after it, with Numba as it was."""
+    with _compiler_lock(device_type):
+        if device_type == "cpu":
+            from numba.np import arrayobj
 
-    return arrayobj, "fix_integer_index", _take_index_as_is
+            swaps = [(arrayobj, "fix_integer_index", _take_index_as_is), *_compile_whole_once(run_one)]
+        else:
+            from numba.cuda.cudadrv import nvvm
+            from numba.cuda.np import arrayobj
+
+            no_fused_multiply_add = functools.partial(nvvm.compile_ir, fma=False)  # CPU and CUDA must round alike
+            swaps = [(arrayobj, "fix_integer_index", _take_index_as_is)]
+            swaps += [(nvvm, "compile_ir", no_fused_multiply_add)] if run_one else []
+        with _in_place_of(*swaps):
+            yield
 
 
 def _accept_small_grids():
@@ -565,7 +574,7 @@ class Kernel:
 
     def __call__(self, blocks, threads, device, *arguments):
         """Launches it on torch's current stream."""
-        with contextlib.nullcontext() if self._compiled else _in_place_of(_plain_indices()):
+        with contextlib.nullcontext() if self._compiled else _compiling("cuda"):
             self._kernel[blocks, threads, cuda_stream(device)](*arguments)
         self._compiled = True
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from pathlib import Path
 
@@ -95,6 +96,36 @@ def test_what_is_not_compiled_may_change(folder):
 def test_an_edit_in_another_module_is_compiled_for_cuda(folder, old, new, value):
     assert played(folder, device="cuda")[0] == 2111
     assert played(folder, old, new, device="cuda")[0] == value
+
+
+def test_numba_is_as_it_was_for_other_threads(folder):
+    """While a program is compiled, what other threads compile waits, and in the end Numba is as it was."""
+    from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
+    from numba.np import arrayobj
+
+    def patched():
+        return arrayobj.fix_integer_index, JITCodeLibrary.finalize, JITCPUCodegen.set_env, numba.config.CACHE_DIR
+
+    before, left, found = patched(), threading.Event(), []
+    played(folder)
+    run_one = sys.modules["program"].run_one
+
+    def compile_too():
+        with vector._compiling("cpu", run_one):
+            left.wait()
+
+    def last_of_two():
+        found.append(numba.njit(lambda values, place: values[place])(np.arange(9)[4:6], -1))
+
+    threads = [threading.Thread(target=target) for target in (last_of_two, compile_too)]
+    with vector._compiling("cpu", run_one):
+        for thread in threads:
+            thread.start()
+            thread.join(1)  # as far as it gets
+    left.set()
+    for thread in threads:
+        thread.join()
+    assert patched() == before and found == [5]
 
 
 DAMAGE = {
