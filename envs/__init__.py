@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
+from numbers import Integral
 from pathlib import Path
 
 import gymnasium
@@ -94,8 +95,9 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, 
     for key, value in given.items():
         if options.setdefault(key, value) != value:
             raise ValueError(f"{env_id} has {key}={value!r} in its id, but {options[key]!r} as an option")
-    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
+    if isinstance(num_envs, bool) or not isinstance(num_envs, Integral) or num_envs < 1:
         raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
+    num_envs = int(num_envs)
     parameters = inspect.signature(kind.__init__).parameters.values()
     own = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
     allowed = ("autoreset", "agent_state", "check", *own, *(kind.passed_on or ()))
@@ -135,19 +137,20 @@ def parse_id(env_id):
 
 def _kind(env_id):
     """The class of an id."""
-    if env_id in KINDS:
-        return KINDS[env_id]
-    if isinstance(env_id, str) and is_hunt(env_id):
+    name = env_id if isinstance(env_id, str) else ""
+    if name in KINDS:
+        return KINDS[name]
+    if is_hunt(name):
         return StagHunt
-    if isinstance(env_id, str) and is_foraging(env_id):
+    if is_foraging(name):
         return Foraging
-    if isinstance(env_id, str) and is_tag(env_id):
+    if is_tag(name):
         return PredatorPrey
-    if env_id in list_ids():
+    if name in list_ids():
         from envs.starcraft2 import StarCraft2  # only those who ask for it need its package
 
         return StarCraft2
-    if isinstance(env_id, str) and env_id.startswith("pettingzoo:"):
+    if name.startswith("pettingzoo:"):
         from envs.pettingzoo_worlds import PettingZooWorld
 
         return PettingZooWorld

@@ -484,6 +484,7 @@ class Batch:
         """What built-in policies do now: one of `policies` for all, or a tensor (num_envs, n_agents) of places in it.
 
         (num_envs, n_agents) integers, overwritten by the next call. `random` draws anew each step, not each call.
+        On CUDA without `check`, a number out of range means the policy that is nearest to it.
         """
         if not self._started:
             raise RuntimeError("reset() comes before scripted_actions()")
@@ -492,10 +493,10 @@ class Batch:
                 raise ValueError(f"unknown policy {policy!r}: one of {', '.join(self.policies)}")
             self._policy.fill_(self.policies.index(policy))
         else:
-            policy = self._integers("policies", policy)
-            if self.check and not ((policy >= 0) & (policy < len(self.policies))).all():
-                raise ValueError(f"policies are numbered 0 to {len(self.policies) - 1}: {', '.join(self.policies)}")
-            self._policy.copy_(policy)
+            policy, last = self._integers("policies", policy), len(self.policies) - 1
+            torch.clamp(policy, 0, last, out=self._policy)  # the rules look up what they say, without a check
+            if (self.check or self.device.type == "cpu") and not torch.equal(policy, self._policy):
+                raise ValueError(f"policies are numbered 0 to {last}: {', '.join(self.policies)}")
         self._act()
         return self._scripted
 

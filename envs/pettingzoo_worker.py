@@ -89,7 +89,9 @@ class Game:
                     mask = seen["action_mask"]
                     seen = {key: value for key, value in seen.items() if key != "action_mask"}
                     seen = seen["observation"] if seen.keys() == {"observation"} else seen
-                row = spaces.flatten(self._obs_spaces[a], seen)
+                row, wanted = spaces.flatten(self._obs_spaces[a], seen), spaces.flatdim(self._obs_spaces[a])
+                if len(row) != wanted:
+                    raise ValueError(f"the observation of {agent} has {len(row)} numbers, but its space has {wanted}")
                 obs[a, : len(row)] = row
                 avail[a, : self._actions[a].n] = True if mask is None else np.asarray(mask, bool)
             if not avail[a].any():  # dead, or nothing to choose

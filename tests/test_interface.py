@@ -74,6 +74,7 @@ def duel(**options):
         ("Breakout", ""),
         ("", ""),
         (None, ""),
+        ([], ""),
     ],
 )
 def test_unknown_id_asks_for_the_one_that_is_like_it(env_id, question):
@@ -126,10 +127,21 @@ def test_cuda_without_a_gpu_is_refused():
         envs.make("3m", device="cuda")
 
 
+def test_policies_by_number_are_checked_however_many_matches_there_are():
+    """The rules look up what a number means."""
+    env = envs.make("kuhn", num_envs=65)
+    assert not env.check
+    env.reset()
+    for wrong in (-1, len(env.policies), 10**9):
+        with pytest.raises(ValueError, match=f"policies are numbered 0 to {len(env.policies) - 1}: "):
+            env.scripted_actions(torch.full((65, 2), wrong))
+
+
 @pytest.mark.parametrize("num_envs", [0, -1, 1.5, "8", True])
 def test_wrong_number_of_matches_says_what_is_allowed(num_envs):
     with pytest.raises(ValueError, match=r"num_envs.* 1"):
         envs.make("3m", num_envs=num_envs)
+    assert type(envs.make("kuhn", num_envs=np.int64(3)).num_envs) is int
 
 
 def test_unknown_option_names_all_options():

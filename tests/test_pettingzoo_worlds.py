@@ -44,7 +44,8 @@ class World(ParallelEnv):
     def look(self):
         observations, infos = {}, {}
         for a, agent in enumerate(self.possible_agents):
-            seen, mask = np.full(a + 1, self.seed % 100 + self.time / 8), np.ones(a + 2, np.int8)
+            size = 2 if self.fault == "short" and self.time and agent == "cat" else a + 1
+            seen, mask = np.full(size, self.seed % 100 + self.time / 8), np.ones(a + 2, np.int8)
             mask[self.time % 2] = 0
             both = {"observation": seen, "action_mask": mask}
             observations[agent] = both if self.masks == "observation" else seen
@@ -231,7 +232,13 @@ def test_lbforaging_plays_as_by_itself(make):
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("raise", "RuntimeError: it is broken"), ("die", "its process died"), ("nan", "not finite")]
+    ("fault", "reason"),
+    [
+        ("raise", "RuntimeError: it is broken"),
+        ("die", "its process died"),
+        ("nan", "not finite"),
+        ("short", "the observation of cat has 2 numbers, but its space has 3"),
+    ],
 )
 def test_a_world_that_fails_makes_its_match_invalid(make, fault, reason):
     env = make("pettingzoo:leaving_world:World", fault=fault, episode_limit=9)
