@@ -20,7 +20,9 @@ import strangers
 from envs import checkpoints, files
 from envs.checkpoints import ROOT
 from envs.episodes import load_runner
-from envs.results import COLOURS, crossed_difference, crossed_interval, curves, far_apart, interval, markdown, normalise
+from envs.results import (
+    COLOURS, crossed_difference, crossed_interval, curves, far_apart, interval, markdown, normalise, plain_text,
+)  # fmt: skip
 from sweep import Evaluation, Job, read_results
 
 BASE, ORACLE, OURS, POOL = "IQL", "oracle", "belief", "a run of the pool"
@@ -376,6 +378,7 @@ def draw_curves(plans, root, path):
     curves(groups, path)
 
 
+@plain_text
 def draw_belief(run, path, matches=2, moments=4):
     """belief.png: the board and the belief about the next seat at some moments of matches of a run of belief_iql.py."""
     from matplotlib.figure import Figure

@@ -267,6 +267,7 @@ def adapt(args, ego, saved):
     return str(made.pop())
 
 
+@results.plain_text
 def write_adaptation(out, runs, metric):
     """adaptation.csv and adaptation.png: the evaluations of every ego during adaptation."""
     from matplotlib.figure import Figure  # slow to import
@@ -333,6 +334,7 @@ def table(rows):
     return "\n".join("  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip() for line in lines)
 
 
+@results.plain_text
 def draw(out, rows, metric):
     """heatmap.png: egos by others."""
     from matplotlib.figure import Figure
@@ -372,7 +374,7 @@ def record(args, ego, saved):
 
 
 def main(args):
-    started = time.time()
+    started = time.monotonic()
     bounds, stage = results.read_bounds(args.bounds) if args.bounds else ({}, {})
     args.others = args.others or tuple(bounds)
     if stage and not args.env_id:
@@ -387,7 +389,7 @@ def main(args):
     rows, adapted = [], {}
     for ego, saved in egos.items():
         rows += evaluate(args, ego, saved, len(schedule.pool))
-        print(f"{time.time() - started:7.1f} s  {ego}", flush=True)
+        print(f"{time.monotonic() - started:7.1f} s  {ego}", flush=True)
         write_table(args.out, rows)  # whatever comes after it
         gc.collect()  # a runner and its graph refer to each other, and hold much memory
         if args.adapt and saved:
@@ -404,9 +406,14 @@ def main(args):
         write_adaptation(args.out, adapted, "win_rate" if is_won else "episodic_return")
     if args.video:
         record(args, *next(iter(egos.items())))
-    about = {"command": " ".join(sys.argv), "seconds": time.time() - started, "args": asdict(args), "adapted": adapted}
+    about = {
+        "command": " ".join(sys.argv),
+        "seconds": time.monotonic() - started,
+        "args": asdict(args),
+        "adapted": adapted,
+    }
     write_rows(args.out, {**about, "versions": runs.versions()}, rows)  # at the end, for it says that all is there
-    print(f"{time.time() - started:.1f} s; results.csv, results.json and heatmap.png are in {args.out}")
+    print(f"{time.monotonic() - started:.1f} s; results.csv, results.json and heatmap.png are in {args.out}")
 
 
 if __name__ == "__main__":

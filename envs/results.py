@@ -1,5 +1,6 @@
 """Results of runs: reading results.json, statistics over seeds, tables and curves."""
 
+import functools
 import itertools
 import json
 import math
@@ -262,6 +263,20 @@ def table(rows):
     return markdown(["script", "environment", "runs", *win, *earn, "seconds"], [list(cells(row)) for row in rows])
 
 
+def plain_text(draw):
+    """For what draws names of runs: a $ in them is a dollar sign, not where matplotlib's formulas begin."""
+
+    @functools.wraps(draw)
+    def drawn(*args):
+        import matplotlib
+
+        with matplotlib.rc_context({"text.parse_math": False}):
+            return draw(*args)
+
+    return drawn
+
+
+@plain_text
 def curves(groups, path):
     """For every environment the evaluations against steps: each group's mean over seeds, and its 95% interval.
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from scripts import ROOT, run_script
 
+import evaluate
 import paper
 import sweep
 from envs import cluster, files, results, search
@@ -96,6 +97,14 @@ def test_a_crashed_run_is_resumed_and_what_is_done_is_skipped(tmp_path):
     assert runs_of_a["seed_2"]["step_4"] == {"step_count": 4, "win_rate": [0.04], "return": [2]}
     assert list(runs_of_a["seed_2"])[-1] == "absolute_metrics"
     assert runs_of_a["seed_2"]["absolute_metrics"] == {"win_rate": [0.2], "return": [2]}
+
+
+def test_names_with_dollar_signs_are_drawn_as_they_are(tmp_path):
+    name = r"a$\frac$b"
+    results.curves({(name, name): [run_of(1, 3)]}, tmp_path / "curves.png")
+    row = {"ego": name, "adapted": 0, "other": name, "win_rate": 0.5}
+    evaluate.draw(tmp_path, [row], "win_rate")
+    assert all((tmp_path / file).stat().st_size > 1000 for file in ("curves.png", "heatmap.png"))
 
 
 def run_of(seed, evals, won=1.0):
