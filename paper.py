@@ -387,9 +387,10 @@ def draw(report, path):
 
 def main():
     args = tyro.cli(Args)
+    files.drop_what_cannot_be_printed()
     fill_in(args)
     plans = [compare.make_plan(args, name) for name in compare.stages_of(args)] if args.stage else [make_plan(args)]
-    root, started = Path(args.out), time.time()
+    root, started = Path(args.out), time.monotonic()
     root.mkdir(parents=True, exist_ok=True)
     clock, before = root / "seconds.json", 0.0
     with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is cut
@@ -398,11 +399,11 @@ def main():
         with contextlib.closing(place_of(args, root)) as place:
             complete = run_all([job for plan in plans for job in plan.jobs], place, root)
     finally:
-        files.write_text(clock, json.dumps(before + time.time() - started))
+        files.write_text(clock, json.dumps(before + time.monotonic() - started))
     if not complete:
         return 1
     command = " ".join(["python paper.py", *sys.argv[1:]])
-    seconds = before + time.time() - started
+    seconds = before + time.monotonic() - started
     if args.stage:
         text = compare.write_report(args, command, plans, root, seconds)
         print(text, f"{root / 'report.md'} has this and the pictures", sep="\n")

@@ -172,6 +172,7 @@ def cvae_loss(args, model, episodes, matches):
 if __name__ == "__main__":
     args = runs.from_command_line(Args, PAPER)
     runs.exit_on_signals()
+    started = runs.monotonic(STARTED)
     positive = "num_envs encounter pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
     runs.check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
     runs.resolve_device(args)
@@ -189,7 +190,7 @@ if __name__ == "__main__":
     errors = Pretraining(args, model, runner).run(writer)
     content = {"algorithm": args.script, "env_id": args.env_id, "args": asdict(args), "errors": errors}
     content |= {"requirements": script.requirements(args, env), "networks": {"model": model.state_dict()}}
-    results = {"command": " ".join(sys.argv), "seconds": time.time() - STARTED, **errors}
+    results = {"command": " ".join(sys.argv), "seconds": time.monotonic() - started, **errors}
     results |= {"args": asdict(args), "versions": runs.versions()}
     if not checkpoints.write(content, folder / "vae.pt") or not runs.write_json(results, folder / "results.json"):
         raise SystemExit(1)

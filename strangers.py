@@ -153,6 +153,7 @@ def manifest_of(args, plan, root):
 
 def main():
     args = tyro.cli(Args)
+    files.drop_what_cannot_be_printed()
     fill_in(args)
     plan, root = make_plan(args), Path(args.out)
     root.mkdir(parents=True, exist_ok=True)

@@ -341,12 +341,12 @@ class Terminal:
         print(text, flush=True)
 
     def show(self, lines):
-        if self.live and time.time() - self.shown > 0.5:
+        if self.live and time.monotonic() - self.shown > 0.5:
             self.erase()
             (width, height), lines = shutil.get_terminal_size(), list(lines())
             lines = lines if len(lines) < height else [*lines[: height - 3], "...", lines[-1]]
             print("\n".join(line[: width - 1] for line in lines), flush=True)
-            self.drawn, self.shown = len(lines), time.time()
+            self.drawn, self.shown = len(lines), time.monotonic()
 
     def erase(self):
         if self.drawn:
@@ -372,7 +372,7 @@ def run_all(jobs, place, root, run_root=".", more=None):
 
     Where there is room for more, `more(jobs that are not through)` is asked for it, and `jobs` grows.
     """
-    root, terminal, began = Path(root), Terminal(), time.time()
+    root, terminal, began = Path(root), Terminal(), time.monotonic()
     (root / "logs").mkdir(parents=True, exist_ok=True)
     done, running = {job for job in jobs if job.done(root)}, {}
     waiting = [job for job in jobs if job not in done]
@@ -444,7 +444,7 @@ def run_all(jobs, place, root, run_root=".", more=None):
 
     def lines():
         yield from (f"{job.name}  {process.line()}" for job, (process, *_) in running.items())
-        yield f"{len(done)} of {len(jobs)} done, {len(running)} at work, {time.time() - began:.0f} s"
+        yield f"{len(done)} of {len(jobs)} done, {len(running)} at work, {time.monotonic() - began:.0f} s"
 
     with stop_signals() as stops:
         try:
@@ -507,6 +507,7 @@ if __name__ == "__main__":
     if "--" in words:
         words, extra = words[: words.index("--")], words[words.index("--") + 1 :]
     args = tyro.cli(Args, args=words)
+    files.drop_what_cannot_be_printed()
     check_args(args, extra)
     root = Path(args.run_root)
     search = search_of(args, extra) if args.search else None

@@ -76,11 +76,11 @@ def speed(args, rollout_steps):
     times = []
     with torch.no_grad():
         for _ in range(5 if args.cuda else 2):  # the first compiles and captures
-            started = time.time()
+            started = time.monotonic()
             player.act(inputs, 0.0)
             if args.cuda:
                 torch.cuda.synchronize()
-            times.append(time.time() - started)
+            times.append(time.monotonic() - started)
     seconds = min(times[1:])
     where = torch.cuda.get_device_name() if args.cuda else "CPU"
     print(
@@ -165,7 +165,7 @@ def evaluated(timesteps, matches):
 
 
 def main(args):
-    started = time.time()
+    started = time.monotonic()
     args.learned_timesteps = args.learned_timesteps or (20_000_000 if args.cuda else 1_000_000)
     args.run_root.mkdir(parents=True, exist_ok=True)
     learned = ("--total-timesteps", str(args.learned_timesteps), "--eval-interval", str(args.learned_timesteps))
@@ -186,7 +186,7 @@ def main(args):
             jobs[f"{script} with {name}"] = script, ("--env-id", args.env_id, *learned), name
     folders = run_all(args, jobs)
     columns = {name: str(folders.get(name, name)) for name in PUBLISHED["HOP"]}
-    print(f"{time.time() - started:.0f} s: all are trained", flush=True)
+    print(f"{time.monotonic() - started:.0f} s: all are trained", flush=True)
 
     planners = [name for name in folders if name.split()[0] in METHODS]
     adapting = ("--total-timesteps", str(args.adapt), "--num-envs", "16", "--batch-size", "256", *search)
@@ -197,7 +197,7 @@ def main(args):
             options = ("--env-id", args.env_id, *METHODS[planner.split()[0]], "--init", str(folders[planner]))
             jobs[f"{planner} adapted to {name}"] = "hop", (*options, *adapting, *evaluated(args.adapt, "1")), other
     folders |= run_all(args, jobs)
-    print(f"{time.time() - started:.0f} s: they have adapted", flush=True)
+    print(f"{time.monotonic() - started:.0f} s: they have adapted", flush=True)
 
     tests, bounding, tested = [], {}, {}  # each in its own process: a single one leaves most of the GPU idle
     for name, other in columns.items():
@@ -235,7 +235,7 @@ def main(args):
                 print(f"| {label}, return | " + " | ".join(f"{value:.2f}" for value in earned) + " |")
                 print(f"| {label} | " + " | ".join(f"{value:.2f}" for value in scores) + " |")
         print(f"| {method}, published | " + " | ".join(f"{PUBLISHED[method][name]:.2f}" for name in columns) + " |")
-    print(f"{time.time() - started:.0f} s")
+    print(f"{time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

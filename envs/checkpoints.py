@@ -203,7 +203,7 @@ def write(content, path):
         files.write(path, lambda file: torch.save(content, file))
         return True
     except (OSError, RuntimeError) as error:
-        print(f"warning: {files.reason(error)}: {path} was not written; the run goes on", file=sys.stderr)
+        files.warn(f"{files.reason(error)}: {path} was not written; the run goes on")
         return False
 
 

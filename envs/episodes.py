@@ -425,6 +425,12 @@ class EpisodeRunner:
         rounds = {"rounds": self.rounds, "team_rounds": self.team.rounds}
         return {"matches": matches, **rounds, "memory": memory, "rng": self.rng}
 
+    def begin_anew(self, seed):
+        """From here on it plays what a new runner would whose matches have this seed."""
+        self.rounds = self.team.rounds = 0
+        if self.env.simulated:
+            self.env.reset(seed=seed)
+
     def load_state_dict(self, state):
         self.rounds, self.team.rounds = (checkpoints.number(state, name, int) for name in ("rounds", "team_rounds"))
         if self.others_stay():

@@ -242,10 +242,11 @@ def main(args):
 
 
 if __name__ == "__main__":
+    files.drop_what_cannot_be_printed()
     try:
         main(tyro.cli(Args, prog="python -m envs.play", description=__doc__.splitlines()[0]))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        files.say(f"error: {error}", sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

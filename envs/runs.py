@@ -39,15 +39,9 @@ from tqdm import tqdm
 import envs
 from envs import checkpoints, files
 from envs.episodes import (
-    EpisodeRunner,
-    GameFailed,
-    Graphed,
-    ScriptedPlayer,
-    Stopped,
-    load_runner,
-    rng_state,
-    set_rng_state,
-)
+    EpisodeRunner, GameFailed, Graphed, ScriptedPlayer, Stopped, load_runner, rng_state, set_rng_state,
+)  # fmt: skip
+from envs.files import say
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 RETRY = 60.0  # seconds until a file that could not be written is tried again
@@ -78,7 +72,7 @@ class Exit(SystemExit):
     def __init__(self, message, code):
         super().__init__(message)
         self.code = code
-        print(message, file=sys.stderr, flush=True)
+        say(message, sys.stderr)
 
 
 class UsageError(Exit):
@@ -93,12 +87,16 @@ def not_ignored():
 
 
 def exit_on_signals():
-    """Until a run starts, a signal ends the program at once; lack of memory ends it with one line, always."""
+    """Until a run starts, a signal ends the program at once; lack of memory ends it with one line, always.
+
+    Lines that cannot be printed are dropped from here on.
+    """
 
     def end(number, frame):
         raise Exit("interrupted before the first step: nothing was saved", 128 + number)
 
     sys.excepthook = report_lack_of_memory
+    files.drop_what_cannot_be_printed()
     for number in not_ignored():
         signal.signal(number, end)
     if os.environ.get("OMG_STOP_ON_EOF") == "1":  # who started this closes its stdin by ending, however it ends
@@ -327,6 +325,9 @@ def fill_in_sizes(args):
         defaults["pretrain_timesteps"] = PRETRAIN_TIMESTEPS[args.cuda]
     fill_in(args, defaults)
     fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
+    most = args.total_timesteps + args.num_envs  # episodes: each has a step or more, the last round may begin late
+    if args.batch_size > most:
+        files.warn(f"--batch-size {args.batch_size}: the run has at most {most} episodes, so it learns nothing")
     smallest = max(args.batch_size, args.num_envs)
     if args.buffer_size is not None and args.buffer_size < smallest:
         raise UsageError(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
@@ -490,11 +491,11 @@ def versions():
 class Progress:
     """How far something is, in steps, updates, ...: a bar in a terminal, elsewhere a line every few seconds."""
 
-    started = time.time()  # of the command; a resumed run sets it back by what it has run before
+    started = time.monotonic()  # of the command; a resumed run sets it back by what it has run before
 
     def __init__(self, what, total, unit, done=0):
         self.what, self.total, self.unit, self.first, self.done, self.numbers = what, total, unit, done, done, ""
-        self.began = self.shown_at = self.reached_at = time.time()
+        self.began = self.shown_at = self.reached_at = time.monotonic()
         form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} " + unit + " [{elapsed}<{remaining}{postfix}]"
         self.bar = tqdm(total=total, initial=done, desc=what, unit_scale=True, bar_format=form, leave=False,
                         disable=not sys.stderr.isatty(), mininterval=0)  # fmt: skip
@@ -506,19 +507,19 @@ class Progress:
     def __exit__(self, kind, error, trace):
         self.close()
         if kind is None and self.done > self.first:
-            seconds = time.time() - self.began
+            seconds = time.monotonic() - self.began
             say(f"{self.what}{self.total:,} {self.unit}, {duration(seconds)}{self.numbers and ': '}{self.numbers}")
 
     def show(self, done, numbers=None, now=False):
         """Shows that so much is done, and some numbers: `now`, or if that was some time ago."""
         if done > self.done:
-            self.reached_at = time.time()
+            self.reached_at = time.monotonic()
         self.done, self.numbers = min(done, self.total), self.numbers if numbers is None else numbers
-        if time.time() - self.shown_at < (BAR_INTERVAL if self.in_terminal else LINE_INTERVAL) and not now:
+        if time.monotonic() - self.shown_at < (BAR_INTERVAL if self.in_terminal else LINE_INTERVAL) and not now:
             return
-        self.shown_at = time.time()
+        self.shown_at = time.monotonic()
         if not self.in_terminal:
-            say(f"{time.time() - self.started:7.1f} s  {self.line()}")
+            say(f"{time.monotonic() - self.started:7.1f} s  {self.line()}")
         else:
             self.bar.n = self.done
             self.bar.set_postfix_str(self.numbers)
@@ -527,8 +528,13 @@ class Progress:
         text = f"{self.what}{int(self.done):,} of {self.total:,} {self.unit} ({self.done / self.total:.0%})"
         if self.done > self.first:
             left = (self.total - self.done) * (self.reached_at - self.began) / (self.done - self.first)
-            text += f", {duration(max(left - (time.time() - self.reached_at), 0))} left"
+            text += f", {duration(max(left - (time.monotonic() - self.reached_at), 0))} left"
         return f"{text}: {self.numbers}" if self.numbers else text
+
+
+def monotonic(started):
+    """When it was by the monotonic clock, which nobody sets, that time.time() was `started`."""
+    return time.monotonic() - max(time.time() - started, 0.0)
 
 
 def duration(seconds):
@@ -656,7 +662,7 @@ class Log:
     def _write(self, write, purge_step=None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        if time.time() < self.retry_at:
+        if time.monotonic() < self.retry_at:
             return
         try:
             if self.writer is None:
@@ -665,9 +671,9 @@ class Log:
             self.failed = False
         except OSError as error:
             self.writer = None  # its thread has ended; a later call opens a new file
-            self.retry_at = time.time() + RETRY
+            self.retry_at = time.monotonic() + RETRY
             if not self.failed:
-                print(f"warning: {files.reason(error)}: the log is not written; the run goes on", file=sys.stderr)
+                files.warn(f"{files.reason(error)}: the log is not written; the run goes on")
             self.failed = True
             for path in self.folder.glob("events.out.*"):
                 if path.stat().st_size == 0:
@@ -711,8 +717,8 @@ class Run:
         self.progress["next_eval"] = args.eval_interval
         if args.resume:
             self.restore()
-        self.launched = started
-        self.started = Progress.started = started - self.progress["seconds"]
+        self.launched = monotonic(started)
+        self.started = Progress.started = self.launched - self.progress["seconds"]
         self.stop_requests = []
         self.bar = None
         self.writer = Log(args, self.folder, self.steps + 1 if args.resume else None)
@@ -724,8 +730,8 @@ class Run:
         for number in self.signals:
             signal.signal(number, lambda number, frame: self.stop_requests.append(number))
         Graphed.on_call = self.show_progress
-        self.save_at = time.time() + self.args.checkpoint_interval
-        self.logged_at = time.time()
+        self.save_at = time.monotonic() + self.args.checkpoint_interval
+        self.logged_at = time.monotonic()
         self.logged_steps = self.steps
         self.first_step = self.steps
         return self
@@ -736,10 +742,13 @@ class Run:
                 self.stop()
             if kind is GameFailed:
                 self.save()
+        except FloatingPointError as not_saved:
+            kind, error = FloatingPointError, not_saved
         finally:
-            for number in self.signals:  # once a run is stopped and saved, further signals change nothing
-                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                signal.signal(number, signal.SIG_IGN if self.stop_requests else default)
+            default = signal.SIG_IGN if self.progress["complete"] else signal.SIG_DFL
+            for number in self.signals:  # once a run is complete, or stopped and saved, further signals change nothing
+                action = signal.default_int_handler if number == signal.SIGINT else default
+                signal.signal(number, signal.SIG_IGN if self.stop_requests else action)
             Graphed.on_call = None
             self._set_bar(None)
             self.writer.close()
@@ -759,7 +768,7 @@ class Run:
     def stop_if_asked(self, progressed=True):
         """Saves the run and ends the program if it was asked to stop, or if its time is up and it has `progressed`."""
         limit = self.args.time_limit
-        time_is_up = limit is not None and time.time() - self.launched >= limit
+        time_is_up = limit is not None and time.monotonic() - self.launched >= limit
         if self.stop_requests or (time_is_up and progressed):
             self.stop()
 
@@ -789,12 +798,20 @@ class Run:
             self.stop_if_asked(progressed=self.steps > self.first_step)
             if self.bar is None:
                 self._set_bar("", self.args.total_timesteps, "steps", self.steps)
-                self.round_began = self.logged_at = time.time()
+                self.round_began = self.logged_at = time.monotonic()
                 self.last_round = 0, 1.0  # steps, seconds
         else:
+            self._begin_final_evaluation()
             self._set_bar("final evaluation: ", self.args.final_eval_episodes, "matches")
-            self.before_evaluation = self.state["eval_runner"].state_dict() if "eval_runner" in self.state else {}
         return unfinished
+
+    def _begin_final_evaluation(self):
+        """What it finds depends on the policy and the seed alone: a run that was killed in it finds it again."""
+        if runner := self.state.get("eval_runner"):
+            seed = seed_for(self.args.seed, "final evaluation")
+            torch.manual_seed(seed)
+            runner.begin_anew(seed)
+            self.before_evaluation = runner.state_dict()
 
     def _set_bar(self, *arguments):
         """Ends the progress bar, and begins another one."""
@@ -809,7 +826,7 @@ class Run:
             return
         if self.bar.unit == "steps":
             steps, seconds = self.last_round if self.bar.in_terminal else (0, 1.0)
-            self.bar.show(self.steps + steps * min((time.time() - self.round_began) / seconds, 1))
+            self.bar.show(self.steps + steps * min((time.monotonic() - self.round_began) / seconds, 1))
         elif self.bar.unit == "matches" and (eval_runner := self.state.get("eval_runner")):
             complete = eval_runner.rounds - 1 - self.rounds_before  # a round counts from its beginning
             self.bar.show(max(complete, 0) * eval_runner.env.num_envs)
@@ -820,9 +837,9 @@ class Run:
         before = self.steps
         self.progress["steps"] += steps
         self.progress["episodes"] += episodes
-        self.progress["seconds"] = time.time() - self.started
-        self.last_round = steps, max(time.time() - self.round_began, 1e-3)
-        self.round_began = time.time()
+        self.progress["seconds"] = time.monotonic() - self.started
+        self.last_round = steps, max(time.monotonic() - self.round_began, 1e-3)
+        self.round_began = time.monotonic()
         for share in getattr(self.args, "checkpoint_at", ()):
             if (before or -1) < share * self.args.total_timesteps <= self.steps:
                 self.save_copy(self.folder / f"at-{share:g}")
@@ -837,11 +854,11 @@ class Run:
                 self.writer.add_scalar(key, value, self.steps)
 
     def log_due(self):
-        return time.time() - self.logged_at >= self.args.log_interval
+        return time.monotonic() - self.logged_at >= self.args.log_interval
 
     def log_episodes(self, returns, lengths, won, valid, epsilon=None):
         """Logs a round of training episodes, and shows how far the run is."""
-        speed = (self.steps - self.logged_steps) / (time.time() - self.logged_at)
+        speed = (self.steps - self.logged_steps) / (time.monotonic() - self.logged_at)
         episodic_return = returns[valid].mean().item()
         win_rate = won[valid].float().mean().item()
         charts = {
@@ -862,7 +879,7 @@ class Run:
         if self.env.team_reward:
             line = f"return {episodic_return:.2f}, won {win_rate:.0%}, {speed:,.0f} steps/s"
         self.bar.show(self.steps, line, now=True)
-        self.logged_at = time.time()
+        self.logged_at = time.monotonic()
         self.logged_steps = self.steps
 
     def evaluation_due(self):
@@ -878,7 +895,7 @@ class Run:
         shown = {name: result[name] for name in dict.fromkeys(("win_rate", *self._measures()))}
         for group, metrics in {"eval": shown, **groups}.items():
             self.log({f"{group}/{name}": value for name, value in metrics.items()})
-        self.progress["evals"].append({"steps": self.steps, "seconds": time.time() - self.started, **result})
+        self.progress["evals"].append({"steps": self.steps, "seconds": time.monotonic() - self.started, **result})
 
     def _by_side(self):
         """The mean return of each side in the last evaluation, if learners play against each other."""
@@ -899,7 +916,7 @@ class Run:
     def finish(self, returns, lengths, won, **groups):
         """Writes the last checkpoint and results.json, and prints a summary; parameters as in log_evaluation."""
         groups |= self._encounters()
-        self.progress |= {"seconds": time.time() - self.started, "complete": True}
+        self.progress |= {"seconds": time.monotonic() - self.started, "complete": True}
         saved = self.save()
         final, measures, sides = summary_of(returns, lengths, won) | self._by_side(), self._measures(), self._by_side()
         script = self._best_script()
@@ -940,6 +957,8 @@ class Run:
             line += ", return {:.2f} of one side, {:.2f} of the other".format(*sides.values())
         else:
             line += f", return {final['episodic_return']:.2f}"
+        if not self.learner.updates:
+            print("Nothing was learned: the run was too short for a single update.")
         if script:
             seats = "its seat" if returns.shape[1] == 1 else "its seats"
             share = f"{script['win_rate']:.1%}, " if self.env.team_reward else ""
@@ -979,7 +998,7 @@ class Run:
 
     # ---- checkpoints ----
     def save_due(self):
-        return time.time() >= self.save_at
+        return time.monotonic() >= self.save_at
 
     def save(self):
         """Saves the run, completely or not at all; returns whether it did.
@@ -1001,7 +1020,7 @@ class Run:
             if path.name != self.resume_file:
                 path.unlink(missing_ok=True)
         written = written and self._save_exports(self.folder)
-        self.save_at = time.time() + (self.args.checkpoint_interval if written else RETRY)
+        self.save_at = time.monotonic() + (self.args.checkpoint_interval if written else RETRY)
         return written
 
     def save_copy(self, folder):
@@ -1021,10 +1040,10 @@ class Run:
         return checkpoints.write(self._checkpoint(None) | content, folder / "checkpoint.pt")
 
     def _checkpoint(self, resume_file):
-        self.learner.metrics.check_finite()  # nothing that is not finite is saved
+        self.learner.metrics.check_finite()
         if not self.folder.is_dir():
             raise Exit(f"the run folder {self.folder} is gone: nothing can be saved", 1)
-        return {
+        checkpoint = {
             "algorithm": self.algorithm,
             "env_id": self.args.env_id,
             "sizes": checkpoints.env_sizes(self.env),
@@ -1035,6 +1054,9 @@ class Run:
             "progress": self.progress,
             "resume": resume_file,
         }
+        for name in ("networks", "optimizer"):  # of an update that was finite, weights may not be, or what is beside it
+            check_finite(checkpoint[name], name)
+        return checkpoint
 
     def _resume_file(self):
         """A name that the last save did not use."""
@@ -1068,6 +1090,15 @@ class Run:
             part.load_state_dict(resume[name])
 
 
+def check_finite(content, name):
+    """Raises a FloatingPointError if a tensor in nested dictionaries has a number that is not finite."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            check_finite(value, f"{name}.{key}")
+    elif isinstance(content, torch.Tensor) and content.is_floating_point() and not content.isfinite().all():
+        raise FloatingPointError(f"{name} was not finite")
+
+
 def check_buffer(state, data, max_length):
     """Raises a ValueError if the state of a replay buffer with such `data` cannot be right."""
     lengths, size = state["lengths"], len(next(iter(data.values()))[0])
@@ -1089,17 +1120,11 @@ def check_buffer(state, data, max_length):
             )
 
 
-def say(line):
-    """Prints a line; where it cannot be written, the run goes on."""
-    with contextlib.suppress(OSError):
-        print(line, flush=True)
-
-
 def write_json(content, path):
     """Whether it was written."""
     try:
         files.write_text(path, json.dumps(content, indent=1))
         return True
     except OSError as error:
-        print(f"warning: {files.reason(error)}: {path} was not written", file=sys.stderr)
+        files.warn(f"{files.reason(error)}: {path} was not written")
         return False

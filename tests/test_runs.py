@@ -45,7 +45,7 @@ import omg_iql
 from envs import checkpoints, files, runs
 from envs.battle import Battle
 from envs.checkpoints import read
-from envs.episodes import EpisodeRunner, ScriptedPlayer, load_runner
+from envs.episodes import EpisodeRunner, ScriptedPlayer, Stopped, load_runner
 from envs.results import curves as curves_of
 from envs.results import load_results, rows_of, table
 from envs.starcraft2 import StarCraft2
@@ -250,7 +250,7 @@ def test_a_final_evaluation_has_done_the_matches_of_whole_rounds():
 
 def test_progress_in_a_file_is_a_line_every_few_seconds(monkeypatch, capsys):
     now = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(runs.Progress, "started", 990.0)
     with runs.Progress("playing: ", 2000, "steps", 400) as progress:
         for done in range(600, 2001, 200):
@@ -438,17 +438,21 @@ def test_a_run_repeats_exactly_in_another_process(complete_run, tmp_path):
     assert_same_run(complete_run("qmix")["run"].folder, folder)
 
 
-@pytest.mark.slow
-def test_a_run_killed_before_its_results_writes_them_on_resuming(tmp_path):
-    folder = train("iql", tmp_path)["run"].folder
-    before, results = outcome(folder), json.loads((folder / "results.json").read_text())
-    (folder / "results.json").unlink()
-    train("iql", tmp_path, resume=folder)
-    again = json.loads((folder / "results.json").read_text())
-    assert_equal(before, outcome(folder))
-    assert [again[key] for key in ("steps", "updates", "evals")] == [
-        results[key] for key in ("steps", "updates", "evals")
-    ]
+def test_a_run_killed_before_its_results_finds_the_same_on_resuming(complete_run, tmp_path, monkeypatch):
+    """With the clock set back at every look, too."""
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "write_json", Mock(side_effect=Killed))
+        patched.setattr(time, "time", itertools.count(2e9, -3600.0).__next__)
+        with pytest.raises(Killed):
+            train("iql", tmp_path, env_id="stag_hunt_4x4")
+    (folder,) = tmp_path.iterdir()
+    assert checkpoints.read_run(folder)["progress"]["complete"]
+    train("iql", tmp_path, env_id="stag_hunt_4x4", resume=folder)
+    expected = complete_run("iql", "stag_hunt_4x4")["run"].folder
+    assert_equal(outcome(expected), outcome(folder))
+    found = [json.loads((path / "results.json").read_text()) for path in (expected, folder)]
+    assert found[0]["final"] == found[1]["final"] and found[0]["best"] == found[1]["best"]
+    assert found[1]["seconds"] >= 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -741,6 +745,33 @@ def test_a_disk_that_stays_full_is_an_error_in_the_end(tmp_path, capsys):
     assert end.value.code == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_lines_that_cannot_be_printed_are_dropped(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError("full"))))
+        assert not checkpoints.write({}, tmp_path / "missing" / "file")
+        assert not runs.write_json({}, tmp_path / "missing" / "file")
+        log = runs.Log(iql.Args(), tmp_path)
+        log._write(Mock(side_effect=OSError("full")))
+        assert log.failed and runs.UsageError("wrong").code == 2
+    read, write = os.pipe()
+    os.close(read)  # as by `| head`
+    for file in ("/dev/full", write):
+        for text in (
+            open(file, "w", closefd=file != write),  # noqa: SIM115
+            io.TextIOWrapper(open(file, "wb", buffering=0, closefd=file != write), write_through=True),  # noqa: SIM115 (python -u)
+        ):
+            lenient = files.lenient(text)
+            assert lenient is not text and files.lenient(lenient) is lenient and not lenient.isatty()
+            print("x" * 10**6, file=lenient, flush=True)
+            lenient.close()
+    assert files.lenient(None).write("x") == 1  # closed before the start
+    words, variables = command_line("iql", tmp_path, {"total_timesteps": 1}), {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open("/dev/full", "w") as full:
+        subprocess.run([sys.executable, *words], env=variables, check=True, cwd=ROOT, stdout=full, stderr=write)
+    assert list(tmp_path.glob("*/results.json"))
+
+
 def test_a_run_whose_folder_is_gone_ends(tmp_path, monkeypatch):
     count = runs.Run.count
     monkeypatch.setattr(runs.Run, "count", lambda self, *numbers: shutil.rmtree(self.folder) or count(self, *numbers))
@@ -777,6 +808,15 @@ def test_a_folder_in_use_is_not_resumed(tmp_path):
 
 
 # ---- the end of a program ----
+@posix
+def test_signals_after_the_end_of_a_run_do_not_change_its_exit_code(tmp_path, monkeypatch):
+    release, found = files.FolderLock.release, []
+    note = lambda lock: found.append(signal.getsignal(signal.SIGTERM)) or release(lock)  # noqa: E731
+    monkeypatch.setattr(files.FolderLock, "release", note)  # the last thing that a run does
+    train("iql", tmp_path, total_timesteps=1)
+    assert found == [signal.SIG_IGN]
+
+
 @posix
 @pytest.mark.slow
 def test_exit_codes(tmp_path, monkeypatch):
@@ -936,7 +976,7 @@ def test_saving_takes_nothing_from_the_log(tmp_path, monkeypatch):
         return reset(env, *arguments, **options)
 
     monkeypatch.setattr(Battle, "reset", counted)
-    monkeypatch.setattr(time, "time", lambda: float(rounds[0]))  # a clock that saving does not move
+    monkeypatch.setattr(time, "monotonic", lambda: float(rounds[0]))  # a clock that saving does not move
     found = []
     for interval in (1e9, 0):
         rounds[0] = 0
@@ -968,6 +1008,29 @@ def test_a_run_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(saved
     if saved_before:
         for path, value in leaves(read(folder / "checkpoint.pt")):
             assert not isinstance(value, torch.Tensor) or torch.isfinite(value).all(), path
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_weights_that_are_not_finite_are_not_saved(stopped, tmp_path, monkeypatch):
+    """Nor what the optimiser keeps, whatever the losses were."""
+    for part in ("weights", "moments"):
+        calls = []
+
+        def damaged(run, part=part, calls=calls):
+            calls.append(run)
+            if len(calls) == 2:
+                (first, *_) = run.learner.parameters
+                values = first.data if part == "weights" else run.learner.optimizer.state[first]["exp_avg"]
+                values.view(-1)[-1] = float("inf")
+                if stopped:
+                    raise Stopped
+            return True
+
+        monkeypatch.setattr(runs.Run, "save_due", damaged)
+        name = "networks.agents.fc1.weight" if part == "weights" else r"optimizer\.state\.0\.exp_avg"
+        with pytest.raises(SystemExit, match=f"{name} was not finite; the last good checkpoint is "):
+            train("iql", tmp_path / part)
+        checkpoints.read_run(calls[0].folder)
 
 
 # ---- arguments ----
@@ -1088,8 +1151,11 @@ def test_default_buffer_size(options, kilobytes, size):
     assert runs.default_buffer_size(args, kilobytes * 1024) == size
 
 
-def test_a_run_saves_the_buffer_size_that_it_chose(tmp_path):
-    names = train("iql", tmp_path, buffer_size=None, total_timesteps=1)
+def test_a_run_saves_the_buffer_size_that_it_chose(tmp_path, capsys):
+    names = train("iql", tmp_path, buffer_size=None, total_timesteps=1, batch_size=6)
+    out, err = capsys.readouterr()
+    assert "warning: --batch-size 6: the run has at most 5 episodes, so it learns nothing" in err
+    assert "Nothing was learned: the run was too short for a single update." in out
     assert names["buffer"].size == len(names["buffer"].lengths) == 4096
     assert read(names["run"].folder / "checkpoint.pt")["args"]["buffer_size"] == 4096
 
