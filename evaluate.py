@@ -385,7 +385,7 @@ def main(args):
     schedule = check_args(args, egos)
     if args.env_id != stage.get("env_id", args.env_id):
         raise ValueError(f"--bounds {args.bounds} are of {stage['env_id']}, not of {args.env_id}")
-    args.out.mkdir(parents=True, exist_ok=True)
+    files.writable_folder(args.out)
     rows, adapted = [], {}
     for ego, saved in egos.items():
         rows += evaluate(args, ego, saved, len(schedule.pool))

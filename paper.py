@@ -13,7 +13,6 @@ import sys
 import textwrap
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -24,7 +23,7 @@ import envs
 from envs import files
 from envs.checkpoints import ROOT
 from envs.results import crossed_difference, crossed_interval, curves, markdown, summary
-from envs.runs import UsageError
+from envs.runs import UsageError, writable_folder
 from strangers import STAGES
 from sweep import Evaluation, Job, Output, check_counts, place_of, read_results, run_all
 
@@ -390,8 +389,7 @@ def main():
     files.drop_what_cannot_be_printed()
     fill_in(args)
     plans = [compare.make_plan(args, name) for name in compare.stages_of(args)] if args.stage else [make_plan(args)]
-    root, started = Path(args.out), time.monotonic()
-    root.mkdir(parents=True, exist_ok=True)
+    root, started = writable_folder(args.out), time.monotonic()
     clock, before = root / "seconds.json", 0.0
     with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is cut
         before = float(json.loads(clock.read_text()))

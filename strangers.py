@@ -155,8 +155,7 @@ def main():
     args = tyro.cli(Args)
     files.drop_what_cannot_be_printed()
     fill_in(args)
-    plan, root = make_plan(args), Path(args.out)
-    root.mkdir(parents=True, exist_ok=True)
+    plan, root = make_plan(args), runs.writable_folder(args.out)
     with contextlib.closing(place_of(args, root)) as place:
         if not run_all(plan.jobs, place, root):
             return 1

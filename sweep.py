@@ -373,11 +373,11 @@ def run_all(jobs, place, root, run_root=".", more=None):
     Where there is room for more, `more(jobs that are not through)` is asked for it, and `jobs` grows.
     """
     root, terminal, began = Path(root), Terminal(), time.monotonic()
-    (root / "logs").mkdir(parents=True, exist_ok=True)
+    runs.writable_folder(root / "logs")
     done, running = {job for job in jobs if job.done(root)}, {}
     waiting = [job for job in jobs if job not in done]
     crashes, losses, given_up, why = Counter(), Counter(), {}, {}
-    crowded = set()  # jobs that wait for the memory of those at work
+    crowded = set()  # jobs that wait for what those at work have: memory, open files
     for job in waiting:
         try:
             lock_job(job, root).release()
@@ -395,6 +395,15 @@ def run_all(jobs, place, root, run_root=".", more=None):
             done.update(job for job in new if job.done(root))
             waiting.extend(job for job in new if job not in done)
 
+    def postpone(job, error):
+        """For lack of open files or processes: it starts when another job has ended."""
+        reason = error.strerror or error
+        if not running:
+            raise runs.Exit(f"{job.name} cannot be started ({reason})", 1)
+        crowded.add(job)
+        waiting.insert(0, job)
+        terminal.tell(f"{job.name} waits ({reason})")
+
     def start(job):
         waiting.remove(job)
         try:
@@ -402,6 +411,8 @@ def run_all(jobs, place, root, run_root=".", more=None):
         except ValueError as error:  # another sweep was quicker
             why[job] = str(error)
             return terminal.tell(why[job])
+        except OSError as error:
+            return postpone(job, error)
         if job.done(root):  # by another sweep
             lock.release()
             return done.add(job)
@@ -414,6 +425,9 @@ def run_all(jobs, place, root, run_root=".", more=None):
             process = place.start(job, root, run_root, resume, log, lock)
         except ValueError as error:
             raise runs.UsageError(error) from None
+        except OSError as error:
+            lock.release()
+            return postpone(job, error)
         running[job] = process, lock, resume, before
         terminal.tell(f"{job.name} {'goes on' if resume else 'starts'}")
 

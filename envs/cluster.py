@@ -40,9 +40,10 @@ class Process:
                 stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT,
             )  # fmt: skip
         if held:
-            held.truncate(0)
-            held.write(f"process {self.process.pid}, started by process {os.getpid()}\n")
-            held.flush()
+            with contextlib.suppress(OSError):  # it is locked even where nothing can be written
+                held.truncate(0)
+                held.write(f"process {self.process.pid}, started by process {os.getpid()}\n")
+                held.flush()
         self.asked = 0
 
     def poll(self):

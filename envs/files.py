@@ -144,6 +144,18 @@ def make_folder(path):
             number += 1
 
 
+def writable_folder(path):
+    """Makes the folder where there is none, and returns its path; a ValueError if nothing can be written there."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no folder can be made at {path} ({getattr(error, 'strerror', None) or error})") from None
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"{path} cannot be written to")
+    return path
+
+
 class FolderLock:
     """Keeps other processes out of a folder. The system releases it when its process ends, however it ends."""
 
@@ -170,7 +182,8 @@ class FolderLock:
 
     def release(self):
         if self.file is not None:
-            self.file.close()
+            with contextlib.suppress(OSError):  # it is closed even where nothing can be written
+                self.file.close()
             self.file = None
 
 

@@ -214,6 +214,8 @@ def main(args):
         raise ValueError(f"--out {args.out} is not one of {', '.join('*' + ending for ending in FORMATS)}")
     if args.out and args.out.suffix.lower() == ".mp4":
         find_ffmpeg()  # before anything is played
+    if args.out:
+        files.writable_folder(args.out.parent)
     for name, largest in (("episodes", 10**6), ("size", 4096), ("fps", 1000)):
         if not 0 < getattr(args, name) <= largest:
             raise ValueError(f"--{name} is above 0 and at most {largest}, not {getattr(args, name)}")
@@ -232,7 +234,6 @@ def main(args):
         names.append(f"{number}: {summary}")
         captions.append(caption_of(policy, args.seed, number, env, seats()))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         if args.out.suffix.lower() == ".html":
             page.write(args.out, episodes, names, args.fps, args.sight, captions)
         else:

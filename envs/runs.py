@@ -593,6 +593,14 @@ def make_folder(args, started):
         raise UsageError(f"--run-root {args.run_root}: no folder can be made there ({cause})") from None
 
 
+def writable_folder(path):
+    """Makes the folder where there is none, and returns its path; ends the program where nothing can be written."""
+    try:
+        return files.writable_folder(path)
+    except ValueError as error:
+        raise UsageError(error) from None
+
+
 class Log:
     """TensorBoard's writer, mirrored by Weights and Biases with --track. What cannot be written is left out."""
 

@@ -1,6 +1,7 @@
 """Sweeps: what is run, tried again, resumed and skipped, here and on a cluster, and the tables and reports of them."""
 
 import contextlib
+import errno
 import io
 import itertools
 import json
@@ -97,6 +98,27 @@ def test_a_crashed_run_is_resumed_and_what_is_done_is_skipped(tmp_path):
     assert runs_of_a["seed_2"]["step_4"] == {"step_count": 4, "win_rate": [0.04], "return": [2]}
     assert list(runs_of_a["seed_2"])[-1] == "absolute_metrics"
     assert runs_of_a["seed_2"]["absolute_metrics"] == {"win_rate": [0.2], "return": [2]}
+
+
+def test_without_open_files_runs_wait_for_others(tmp_path, monkeypatch, capsys):
+    popen, running = subprocess.Popen, []
+
+    def limited(*arguments, **options):
+        running[:] = [process for process in running if process.poll() is None]
+        if len(running) == room:
+            raise OSError(errno.EMFILE, "Too many open files")
+        running.append(popen(*arguments, **options))
+        return running[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", limited)
+    room, words = 1, ("--env-ids", "a", "b", "--seeds", 1, "--jobs", 2)
+    failed, output = run(tmp_path, *words)
+    assert not failed and "waits (Too many open files)" in output
+    room = 0
+    assert run(tmp_path, *words, "--run-root", "others")[0] == 1
+    (tmp_path / "file").touch()
+    assert run(tmp_path, *words, "--run-root", "file/runs")[0] == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "no folder can be made at file/runs/logs (Not a directory)"
 
 
 def test_names_with_dollar_signs_are_drawn_as_they_are(tmp_path):
