@@ -172,7 +172,6 @@ def cvae_loss(args, model, episodes, matches):
 if __name__ == "__main__":
     args = runs.from_command_line(Args, PAPER)
     runs.exit_on_signals()
-    started = runs.monotonic(STARTED)
     positive = "num_envs encounter pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
     runs.check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
     runs.resolve_device(args)
@@ -184,7 +183,7 @@ if __name__ == "__main__":
     if (team.policy_id < 0).any():
         raise runs.UsageError(f"--team {args.team} has no others to watch; omg_iql.py pre-trains by itself")
     model = script.OpponentModel(args, env)
-    folder = runs.make_folder(args, STARTED)
+    folder, started = runs.make_folder(args, STARTED), runs.monotonic(STARTED)
     writer = runs.Log(args, folder)
     runner = EpisodeRunner(env, team, RandomPlayer(), (*FIELDS, *["state"] * (args.subgoal_input == "state")))
     errors = Pretraining(args, model, runner).run(writer)
