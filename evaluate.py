@@ -406,13 +406,9 @@ def main(args):
         write_adaptation(args.out, adapted, "win_rate" if is_won else "episodic_return")
     if args.video:
         record(args, *next(iter(egos.items())))
-    about = {
-        "command": " ".join(sys.argv),
-        "seconds": time.monotonic() - started,
-        "args": asdict(args),
-        "adapted": adapted,
-    }
-    write_rows(args.out, {**about, "versions": runs.versions()}, rows)  # at the end, for it says that all is there
+    about = {"command": " ".join(sys.argv), "seconds": time.monotonic() - started, "args": asdict(args)}
+    about |= {"adapted": adapted, "versions": runs.versions()}
+    write_rows(args.out, about, rows)  # at the end, for it says that all is there
     print(f"{time.monotonic() - started:.1f} s; results.csv, results.json and heatmap.png are in {args.out}")
 
 

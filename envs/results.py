@@ -267,11 +267,11 @@ def plain_text(draw):
     """For what draws names of runs: a $ in them is a dollar sign, not where matplotlib's formulas begin."""
 
     @functools.wraps(draw)
-    def drawn(*args):
+    def drawn(*args, **options):
         import matplotlib
 
         with matplotlib.rc_context({"text.parse_math": False}):
-            return draw(*args)
+            return draw(*args, **options)
 
     return drawn
 
