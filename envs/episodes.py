@@ -427,7 +427,7 @@ class EpisodeRunner:
 
     def begin_anew(self, seed):
         """From here on it plays what a new runner would whose matches have this seed."""
-        self.rounds = self.team.rounds = 0
+        self.rounds, self.team.rounds, self.rng = 0, 0, None
         if self.env.simulated:
             self.env.reset(seed=seed)
 
