@@ -21,7 +21,15 @@ from envs import checkpoints, files
 from envs.checkpoints import ROOT
 from envs.episodes import load_runner
 from envs.results import (
-    COLOURS, crossed_difference, crossed_interval, curves, far_apart, interval, markdown, normalise, plain_text,
+    COLOURS,
+    crossed_difference,
+    crossed_interval,
+    curves,
+    far_apart,
+    interval,
+    markdown,
+    normalise,
+    plain_text,
 )  # fmt: skip
 from sweep import Evaluation, Job, read_results
 

@@ -39,7 +39,14 @@ from tqdm import tqdm
 import envs
 from envs import checkpoints, files
 from envs.episodes import (
-    EpisodeRunner, GameFailed, Graphed, ScriptedPlayer, Stopped, load_runner, rng_state, set_rng_state,
+    EpisodeRunner,
+    GameFailed,
+    Graphed,
+    ScriptedPlayer,
+    Stopped,
+    load_runner,
+    rng_state,
+    set_rng_state,
 )  # fmt: skip
 from envs.files import say
 
