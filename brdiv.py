@@ -56,6 +56,7 @@ class Args:
     reward_scale: float | None = None  # factor of the rewards in targets (default: 5 / env.return_scale)
     td_lambda: float = 0.7  # lambda of the returns; 0 is one-step Q-learning
     tau: float = 0.005  # how far the target network, which plays greedily, moves with every update
+    target_interval: int = 0  # updates between copies to the target network (PyMARL: 200, with --tau 0); 0: none
     buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU)
     buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
     batch_size: int | None = None  # episodes in an update (default: 64 on the GPU, 32 on the CPU)
@@ -92,7 +93,7 @@ def check_args(args):
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
         "batch_size hidden_dim reward_scale learning_rate max_grad_norm population_size",
         fractions="gamma td_lambda tau start_e end_e exploration_fraction checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval train_frequency diversity_weight",
+        non_negative="seed checkpoint_interval log_interval train_frequency target_interval diversity_weight",
     )
     if args.population_size < 2:
         raise runs.UsageError(f"--population-size is at least 2, not {args.population_size}")
@@ -400,6 +401,9 @@ class Learner:
         for batch in buffer.sample(updates, self.args.batch_size):
             self.graphed_update(batch)
             self.updates += 1
+            if self.args.target_interval and self.updates % self.args.target_interval == 0:
+                with torch.no_grad():
+                    torch._foreach_copy_(self.target_parameters, self.parameters)
 
     # ALGO LOGIC: the loss
     def loss(self, batch):

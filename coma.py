@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -35,6 +36,7 @@ class Args:
     checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
     resume: str | None = None  # a run folder to continue; other arguments must be as they were
     init: str | None = None  # a run folder whose networks this run starts from
+    preset: Literal["pymarl"] | None = None  # settings to start from: pymarl, those of SMAC's published results
     time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
@@ -88,6 +90,11 @@ from envs.team import Team, TellWho  # noqa: E402
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 # recorded for learning, besides reward and seat
 FIELDS = ("obs", "state", "avail", "alive", "action", "terminated", "all_action", "all_alive")
+PYMARL = {  # with --preset pymarl
+    "num_envs": 8, "mask_before_softmax": False, "learning_rate": 5e-4, "critic_learning_rate": 5e-4,
+    "reward_scale": 1.0, "total_timesteps": 2_050_000, "exploration_fraction": 100_000 / 2_050_000,
+    "eval_interval": 10_000, "eval_episodes": 32,
+}  # fmt: skip
 
 
 def check_args(args):
@@ -451,7 +458,7 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = runs.parse_args(Args, __file__)
+    args = runs.parse_args(Args, __file__, PYMARL)
     check_args(args)
     device = runs.set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")

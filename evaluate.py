@@ -106,8 +106,7 @@ def check_args(args, egos):
                 raise ValueError(f"--adapt: {saved['algorithm']}.py has no --team to learn among others")
             if not saved["args"].get("share_parameters", True):
                 raise ValueError(f"--adapt: {name} has a network for each seat, a learner whose seat changes has one")
-            known, others = checkpoints.known_policies(name), len(schedule.pool)
-            if known and known != others:
+            if (known := checkpoints.known_policies(name)) and known != (others := len(schedule.pool)):
                 raise ValueError(f"--adapt: {name} tells {known} policies apart, and there are {others} others")
     can_mix = len(schedule.pool) > 1 and schedule.seats > 1
     runs.fill_in(args, {"groups": ("homologue", "non-homologue")[: 2 if can_mix else 1]})

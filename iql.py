@@ -36,6 +36,7 @@ class Args:
     save_buffer: bool = True  # whether checkpoints include the replay buffer, so that the run resumes exactly
     resume: str | None = None  # a run folder to continue; other arguments must be as they were
     init: str | None = None  # a run folder whose networks this run starts from
+    preset: Literal["pymarl"] | None = None  # settings to start from: pymarl, those of SMAC's published results
     time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
@@ -60,6 +61,7 @@ class Args:
     reward_scale: float | None = None  # factor of the rewards in targets (default: 5 / env.return_scale)
     td_lambda: float = 0.7  # lambda of the returns; 0 is one-step Q-learning
     tau: float = 0.005  # how far the target network, which plays greedily, moves with every update
+    target_interval: int = 0  # updates between copies to the target network (PyMARL: 200, with --tau 0); 0: none
     buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
     buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
     batch_size: int | None = None  # episodes in an update (default: 64 on the GPU, 32 on the CPU)
@@ -88,6 +90,11 @@ from envs.team import Team, TellWho  # noqa: E402
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 FIELDS = ("obs", "avail", "alive", "action", "terminated")  # recorded for learning, besides reward and seat
+PYMARL = {  # with --preset pymarl
+    "num_envs": 1, "train_frequency": 0, "batch_size": 32, "buffer_size": 5000, "learning_rate": 5e-4, "gamma": 0.99,
+    "reward_scale": 1.0, "td_lambda": 0.0, "tau": 0.0, "target_interval": 200, "total_timesteps": 2_050_000,
+    "exploration_fraction": 50_000 / 2_050_000, "eval_interval": 10_000, "eval_episodes": 32,
+}  # fmt: skip
 
 
 def check_args(args):
@@ -97,7 +104,7 @@ def check_args(args):
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
         "batch_size encounter hidden_dim reward_scale learning_rate max_grad_norm",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval train_frequency",
+        non_negative="seed checkpoint_interval log_interval train_frequency target_interval",
     )
     runs.check_team_options(args)
     runs.resolve_device(args)
@@ -356,6 +363,9 @@ class Learner:
         for batch in buffer.sample(updates, self.args.batch_size):
             self.graphed_update(batch)
             self.updates += 1
+            if self.args.target_interval and self.updates % self.args.target_interval == 0:
+                with torch.no_grad():
+                    torch._foreach_copy_(self.target_parameters, self.parameters)
 
     # ALGO LOGIC: the loss
     def loss(self, batch):
@@ -405,7 +415,7 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = runs.parse_args(Args, __file__)
+    args = runs.parse_args(Args, __file__, PYMARL)
     check_args(args)
     device = runs.set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")

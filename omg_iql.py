@@ -61,6 +61,7 @@ class Args:
     reward_scale: float | None = None  # factor of the rewards in targets (default: 5 / env.return_scale)
     td_lambda: float = 0.7  # lambda of the returns; 0 is one-step Q-learning
     tau: float = 0.005  # how far the target network, which plays greedily, moves with every update
+    target_interval: int = 0  # updates between copies to the target network (PyMARL: 200, with --tau 0); 0: none
     buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
     buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
     batch_size: int | None = None  # episodes in an update (default: 64 on the GPU, 32 on the CPU)
@@ -124,7 +125,7 @@ def check_args(args):
         "pretrain_timesteps pretrain_updates latent_dim horizon",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at "
         "kl_weight vae_kl_weight mix_start mix_fraction",
-        non_negative="seed checkpoint_interval log_interval train_frequency inference_weight",
+        non_negative="seed checkpoint_interval log_interval train_frequency target_interval inference_weight",
     )
     if args.selector not in ("value", "random", "next") and not (args.selector.isdigit() and int(args.selector) > 0):
         raise runs.UsageError(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
@@ -545,6 +546,9 @@ class Learner:
         for batch in buffer.sample(updates, self.args.batch_size):
             self.graphed_update(batch)
             self.updates += 1
+            if self.args.target_interval and self.updates % self.args.target_interval == 0:
+                with torch.no_grad():
+                    torch._foreach_copy_(self.target_parameters, self.parameters)
 
     def inputs(self, batch):
         """(obs, own last actions, steps left) of episodes, time first; obs is 0 behind an end and for who has left."""

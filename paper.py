@@ -119,7 +119,7 @@ def make_plan(args):
     training = (*device, *(brief if args.quick else ()))
 
     def job(script, seed, *arguments, label):
-        return Job(ROOT / script, args.map, seed, arguments, label)
+        return Job(ROOT / script, envs.with_last_actions(args.map), seed, arguments, label)
 
     def to_play_with(algorithm, label, runs, first_seed):
         """Runs of different length, so that they differ in skill: from 80 to 120% of the steps."""
@@ -179,7 +179,8 @@ def evaluations_of(args, env, egos, pool, unseen):
             who = ("--ego", *runs, "--others", *policies, "--team", f"{count}other{mates + 1 - count}ego")
             words = (*who, "--groups", *groups, "--episodes", str(args.episodes), *("--cuda",) * args.cuda)
             label = f"evaluate_{compare.label_of(method)}_{others}_{count}"
-            yield method, others, count, Evaluation(ROOT / "evaluate.py", args.map, 1, words, label)
+            env_id = envs.with_last_actions(args.map)
+            yield method, others, count, Evaluation(ROOT / "evaluate.py", env_id, 1, words, label)
 
 
 # ---- the report ----

@@ -43,20 +43,20 @@ STAGES = {
     "ipd": Stage("matrix_ipd", SEEN, UNSEEN, encounter=10),
     "chicken": Stage("matrix_chicken", SEEN, UNSEEN, encounter=10),
     "coin-game": Stage(
-        "coin_game", ("own_only", "good_greedy", "evil_greedy", "other_first", "grim", "stay"),
+        "coin_game,obs_last_action=True", ("own_only", "good_greedy", "evil_greedy", "other_first", "grim", "stay"),
         ("random_greedy", "reciprocator"), ("iql",), encounter=5,
     ),
-    "snowdrift": Stage("snowdrift_4x4", ("ND", "FIX", "REC"), ("RAND",), ("iql",), encounter=5),
+    "snowdrift": Stage("snowdrift_4x4,obs_last_action=True", ("ND", "FIX", "REC"), ("RAND",), ("iql",), encounter=5),
     "stag-hunt": Stage("stag_hunt_4x4", ("NS", "NH", "SWITCH"), ("FOLLOW", "RAND"), ("iql",), encounter=5),
     "foraging-orders": Stage(
-        "foraging_orders,player_sight=2,limit=40",
+        "foraging_orders,player_sight=2,limit=40,obs_last_action=True",
         ("rows", "rows_back", "columns", "columns_back", "diagonal", "inside"), ("outside", "near", "H1", "H2"),
         ("iql",), timesteps=8_000_000,
     ),
-    "popp": Stage("popp", ("chase", "close", "fellow"), ("far", "loyal")),
-    "2c_vs_64zg": Stage("2c_vs_64zg", 4, learned=BATTLE, timesteps=8_000_000),
-    "3s_vs_5z": Stage("3s_vs_5z", 4, learned=BATTLE, timesteps=8_000_000),
-    "8m": Stage("8m", 4, learned=BATTLE, timesteps=8_000_000),
+    "popp": Stage("popp,obs_last_action=True", ("chase", "close", "fellow"), ("far", "loyal")),
+    "2c_vs_64zg": Stage("2c_vs_64zg,obs_last_action=True", 4, learned=BATTLE, timesteps=8_000_000),
+    "3s_vs_5z": Stage("3s_vs_5z,obs_last_action=True", 4, learned=BATTLE, timesteps=8_000_000),
+    "8m": Stage("8m,obs_last_action=True", 4, learned=BATTLE, timesteps=8_000_000),
 }  # fmt: skip
 FIRST_SEED = 101  # of learned strangers; the pool's begin at 1, learners' wherever one likes
 

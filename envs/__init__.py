@@ -33,7 +33,7 @@ from envs.snowdrift import IDS as SNOWDRIFTS
 from envs.snowdrift import Snowdrift
 from envs.stag_hunt import StagHunt, is_hunt
 
-__all__ = ["__version__", "is_simulated", "list_ids", "make"]
+__all__ = ["__version__", "is_simulated", "list_ids", "make", "with_last_actions"]
 
 KINDS = {  # the class of each id; the real game's is imported when it is asked for
     **dict.fromkeys(MAPS, Battle),
@@ -98,9 +98,7 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, 
     if isinstance(num_envs, bool) or not isinstance(num_envs, Integral) or num_envs < 1:
         raise ValueError(f"num_envs is a whole number from 1 up, not {num_envs!r}")
     num_envs = int(num_envs)
-    parameters = inspect.signature(kind.__init__).parameters.values()
-    own = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
-    allowed = ("autoreset", "agent_state", "check", *own, *(kind.passed_on or ()))
+    allowed = ("autoreset", "agent_state", "check", *_options_of(kind))
     for key in options:
         if key not in allowed and kind.passed_on is not None:
             raise ValueError(f"{name} has no option {key!r}: one of {', '.join(allowed)}")
@@ -113,6 +111,26 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, 
     if n_agents not in (None, batch.n_agents):
         raise ValueError(f"{env_id} is played by {batch.n_agents} agents, not {n_agents!r}")
     return batch
+
+
+def _options_of(kind):
+    """The names of the options of an environment's class."""
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return [
+        *(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY),
+        *(kind.passed_on or ()),
+    ]
+
+
+def with_last_actions(env_id):
+    """The id with obs_last_action=True, where there is such an option and the id does not set it.
+
+    Observations then show the last actions of those in sight. The opponent models read these anyway, so in a comparison
+    every method is shown them.
+    """
+    name, given = parse_id(env_id)
+    has_option = "obs_last_action" in _options_of(_kind(name)) and "obs_last_action" not in given
+    return f"{env_id},obs_last_action=True" if has_option else env_id
 
 
 def parse_id(env_id):

@@ -154,17 +154,17 @@ def command(args, changed, names, **more):
     return shlex.join(["python", f"{args.script}.py", *words_of({**options, **more})])
 
 
-def from_command_line(args_class, paper=None):
-    """The arguments of the command line; `paper` has other defaults, of any script, which --paper asks for."""
+def from_command_line(args_class, settings=None):
+    """The arguments of the command line; `settings` are other defaults, which --paper or --preset asks for."""
     args = tyro.cli(args_class)
-    if not getattr(args, "paper", False):
+    if not (getattr(args, "paper", False) or getattr(args, "preset", None)):
         return args
-    return tyro.cli(args_class, default=with_defaults(args_class, paper))
+    return tyro.cli(args_class, default=with_defaults(args_class, settings))
 
 
-def parse_args(args_class, script, paper=None):
+def parse_args(args_class, script, settings=None):
     """The same, with the runs that a pool's patterns name; a resumed run keeps what it had, and rejects others."""
-    args = from_command_line(args_class, paper)
+    args = from_command_line(args_class, settings)
     exit_on_signals()
     if hasattr(args, "pool"):
         args.pool = expanded(args.pool)

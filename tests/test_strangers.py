@@ -28,6 +28,7 @@ MANIFEST = {
 def test_stages_name_policies_that_are_there_and_nobody_twice(name):
     stage = strangers.STAGES[name]
     env = envs.make(stage.env_id)
+    assert stage.env_id == envs.with_last_actions(stage.env_id)  # every method is shown what the others do
     pool = () if isinstance(stage.pool, int) else stage.pool
     assert set(pool) | set(stage.scripted) <= set(env.policies) and not set(pool) & set(stage.scripted)
     plan = strangers.make_plan(strangers.Args(name, runs=2, responses=3, timesteps=1000, episodes=8))

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from scripts import TEAM_SCRIPTS, make_learner, matrix_game, two_step_game
+from scripts import ALL_SCRIPTS, TEAM_SCRIPTS, make_learner, matrix_game, two_step_game
 
 import iql
 import qmix
 from envs import runs
-from envs.episodes import EpisodeRunner
+from envs.episodes import EpisodeRunner, RandomPlayer
 from envs.team import Team
 
 CPU = torch.device("cpu")
@@ -595,3 +595,38 @@ def test_qmix_finds_the_best_of_the_two_step_game():
 def test_vdn_cannot_represent_the_two_step_game():
     """The best sum for the table of 0, 1, 1 and 8 has 6.5 for its best entry, which is below 7."""
     assert train("vdn", two_step_game, rounds=40) == 7
+
+
+# ---- PyMARL's settings ----
+@pytest.mark.parametrize("name", TEAM_SCRIPTS)
+def test_the_target_network_can_be_a_copy_every_few_updates(name):
+    env = two_step_game(4)
+    learner = make_learner(name, env, make_args(TEAM_SCRIPTS[name], hidden_dim=8, tau=0.0, target_interval=2))
+    runner = EpisodeRunner(env, Team(env, "self"), RandomPlayer(), TEAM_SCRIPTS[name].FIELDS)
+    runner.play()
+    batch = {key: values.clone() for key, values in runner.episodes.items()} | {"lengths": runner.lengths.clone()}
+    buffer = SimpleNamespace(sample=lambda updates, size: iter([batch] * updates))
+    first = [weights.clone() for weights in learner.target_parameters]
+    learner.learn(buffer, 1)
+    assert all(map(torch.equal, learner.target_parameters, first))
+    learner.learn(buffer, 2)
+    assert not all(map(torch.equal, learner.target_parameters, learner.parameters))  # the third update came after it
+    learner.learn(buffer, 1)
+    assert all(map(torch.equal, learner.target_parameters, learner.parameters))
+
+
+@pytest.mark.parametrize("name", [*TEAM_SCRIPTS, "coma"])
+def test_a_preset_has_pymarls_settings_and_options_go_before_them(name, monkeypatch):
+    script = ALL_SCRIPTS[name]
+    monkeypatch.setattr("sys.argv", [f"{name}.py", "--preset", "pymarl", "--learning-rate", "0.001"])
+    args = runs.from_command_line(script.Args, script.PYMARL)
+    published = {"gamma": 0.99, "reward_scale": 1.0, "total_timesteps": 2_050_000, "eval_interval": 10_000}
+    if name == "coma":
+        published |= {"num_envs": 8, "td_lambda": 0.8, "start_e": 0.5, "end_e": 0.01, "critic_learning_rate": 0.0005}
+    else:
+        published |= {"num_envs": 1, "train_frequency": 0, "batch_size": 32, "buffer_size": 5000, "td_lambda": 0.0}
+        published |= {"tau": 0.0, "target_interval": 200, "start_e": 1.0, "end_e": 0.05, "max_grad_norm": 10.0}
+    assert {key: getattr(args, key) for key in published} == published
+    assert args.learning_rate == 0.001 and args.hidden_dim == 64
+    steps_of_exploring = args.exploration_fraction * args.total_timesteps
+    assert steps_of_exploring == pytest.approx(100_000 if name == "coma" else 50_000)

@@ -62,6 +62,14 @@ def test_observations_can_show_the_last_actions_of_who_is_seen(env_id):
     assert unseen > 0 or env.visible.all()
 
 
+def test_comparisons_show_the_last_actions_where_they_can_be_shown():
+    ids = {"8m": True, "popp,limit=9": True, "stag_hunt": False, "kuhn": False, "3m,obs_last_action=False": False}
+    for env_id, changes in ids.items():
+        shown = envs.with_last_actions(env_id)
+        assert shown == (f"{env_id},obs_last_action=True" if changes else env_id)
+        envs.make(shown)
+
+
 @pytest.mark.parametrize("name", ["omg_iql", "naive_om_iql", "belief_iql"])
 def test_models_read_the_last_actions_of_who_is_seen_alone(name):
     """Acting and learning read the same: what is recorded, -1 for who is out of sight."""
