@@ -76,7 +76,7 @@ class Args:
     vae: str | None = None  # a file of pretrain_cvae.py (default: the same pre-training first)
     pretrain_timesteps: int | None = None  # steps of pre-training (default: 2 million on the GPU, 100,000 on the CPU)
     pretrain_updates: int = 1000  # updates of the VAE, and a tenth of the CVAE
-    paper: bool = False  # whether to use the published settings: docs/omg_iql.md lists them
+    paper: bool = False  # whether to use the published subgoal settings, on our Q-learning: docs/omg_iql.md
     vae_kl_weight: float = 0.01  # weight of the VAE's KL divergence beside its error, a sum over features
     kl_weight: float = 0.001  # weight of the inference model's KL divergence beside its error
     latent_dim: int = 64  # size of a subgoal

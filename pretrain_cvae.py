@@ -44,7 +44,7 @@ class Args:
     pretrain_updates: int = 1000  # updates of the VAE, and a tenth of the CVAE
     batch_size: int = 32  # episodes in an update of the CVAE
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
-    paper: bool = False  # whether to use the published settings: docs/omg_iql.md lists them
+    paper: bool = False  # whether to use the published subgoal settings, on our Q-learning: docs/omg_iql.md
     vae_kl_weight: float = 0.01  # weight of the VAE's KL divergence beside its error, a sum over features
     kl_weight: float = 0.001  # weight of the inference model's KL divergence beside its error
     latent_dim: int = 64  # size of a subgoal
