@@ -149,8 +149,11 @@ class StarCraft2(ProcessBatch):
 
     @property
     def visible(self):
-        allies = self.obs[..., : self.obs_dim - self._own_width][..., -(self.n_agents - 1) * self._ally_width :]
-        return self._with_oneself(allies.unflatten(-1, (-1, self._ally_width))[..., 0] > 0)
+        allies = torch.from_numpy(self._units[:, : self.n_agents]).to(self.device)
+        place, alive = allies[..., : Y + 1], allies[..., HEALTH] > 0
+        near = (place.unsqueeze(1) - place.unsqueeze(2)).square().sum(-1) < SIGHT**2
+        myself = torch.eye(self.n_agents, dtype=torch.bool, device=self.device)
+        return near & alive.unsqueeze(1) & alive.unsqueeze(2) | myself
 
     def _about_others(self, column):
         own_at = self.obs_dim - self._own_width

@@ -1,6 +1,7 @@
 """Copies of scripts with changed networks: their runs can be played, evaluated, and trained with, as any others."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -85,9 +86,12 @@ def copies(tmp_path_factory):
 def test_copies_are_evaluated_as_egos_and_as_others(copies, monkeypatch, one_thread):
     folder, made, stranger = copies
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMG_SCRIPTS", "")
     algorithms = {**{str(path): name for name, path in made.items()}, "weakest": "scripted"}  # of the egos
     others = (*map(str, made.values()), stranger)
-    evaluate.main(evaluate.Args(ego=tuple(algorithms), others=others, episodes=3, out=folder / "evaluation"))
+    scripts = tuple(f"{name}.py" for name in COPIES)
+    command = evaluate.Args(tuple(algorithms), others, episodes=3, out=folder / "evaluation", script=scripts)
+    evaluate.main(command)
     rows = json.loads((folder / "evaluation" / "results.json").read_text())["rows"]
     assert [(row["ego"], row["other"]) for row in rows] == [
         (ego, other) for ego in algorithms for other in (*others, "all", "mixed")
@@ -102,6 +106,7 @@ def test_copies_are_evaluated_as_egos_and_as_others(copies, monkeypatch, one_thr
 def test_omg_learns_in_a_team_with_copies(copies, monkeypatch, one_thread):
     folder, made, _ = copies
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMG_SCRIPTS", os.pathsep.join(f"{name}.py" for name in COPIES))
     train("omg_iql", "with_copies", team="1mine1my_omg1omg", pool=tuple(made.values()))
     _, results = results_of(folder, "with_copies/3m__omg_iql__1__*")
     assert results["algorithm"] == "omg_iql" and results["updates"] > 0
@@ -129,8 +134,9 @@ def test_a_sweep_runs_copies_beside_the_originals(copies, monkeypatch):
 def test_matches_of_copies_are_rendered(copies, monkeypatch):
     folder, made, _ = copies
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("OMG_SCRIPTS", "")
     for name, path in made.items():
-        play.main(play.Args("3m", policy=str(path), out=folder / f"{name}.gif"))
+        play.main(play.Args("3m", policy=str(path), out=folder / f"{name}.gif", script=(f"{name}.py",)))
         with Image.open(folder / f"{name}.gif") as image:
             assert image.n_frames > 5
 

@@ -305,7 +305,7 @@ def test_a_belief_of_team_mates_is_not_kept():
     _, runner = make_runner("belief_iql", "matrix_ipd", "scripted", encounter=3)
     player, env = runner.player, runner.env
     inputs = Inputs(*(runner.team.select(x) for x in (env.obs, env.info["avail"], env.actions)), env.actions,
-                    runner.team.learner_seats)  # fmt: skip
+                    runner.team.learner_seats, visible_last_action=env.actions.unsqueeze(1))  # fmt: skip
     for _ in range(3):
         player.reset(torch.ones(env.num_envs, dtype=torch.bool))
         player.act(inputs, 0.0)

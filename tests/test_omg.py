@@ -926,6 +926,7 @@ def test_a_copy_with_another_opponent_model_is_pretrained_and_trained(tmp_path, 
     by_itself, output = run_script(tmp_path, "omg_deeper.py", **QUICK, **QUICK_MODEL, **HUNT, run_root="others")
     assert "Pre-training" in output
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMG_SCRIPTS", "omg_deeper.py")
     for folder in (with_file, by_itself):
         found = json.loads((folder / "results.json").read_text())
         assert found["complete"] and found["algorithm"] == "omg_deeper" and found["updates"] > 0

@@ -656,6 +656,7 @@ class TwoGoals:
         no = torch.zeros_like(self.terminated)
         self.info = {"avail": alive.unsqueeze(-1).expand(-1, -1, 2), "alive": alive, "won": no, "invalid": no}
         self.info["state"] = torch.zeros(num_envs, 1)
+        self.visible = torch.ones(num_envs, 2, 2, dtype=torch.bool)
 
     def look(self):
         self.obs.zero_()
