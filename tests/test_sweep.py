@@ -1091,7 +1091,7 @@ def test_the_quick_experiment_can_be_stopped_and_ends_in_a_report(tmp_path, monk
     if os.name != "nt":
         process = subprocess.Popen([sys.executable, *words, "all"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT)  # fmt: skip
-        wait_for(lambda: list(tmp_path.glob("all/3m__pool_qmix*/results.json")), 200)
+        wait_for(lambda: list(tmp_path.glob("all/3m*__pool_qmix*/results.json")), 200)
         process.send_signal(signal.SIGTERM)
         assert "the same command goes on" in process.communicate()[0]
         os.rename(tmp_path / "all", tmp_path / "moved")
