@@ -110,6 +110,7 @@ def check_args(args):
         non_negative="seed checkpoint_interval log_interval sims train_sims rollout_steps c_puct q_temperature "
         "value_coef",
     )
+    runs.check_unused(args, encounter=False)  # beliefs last for an encounter, of learners too
     runs.resolve_device(args)
     if not envs.is_simulated(args.env_id):
         raise runs.UsageError(f"--env-id {args.env_id}: this script looks ahead in copies of simulated matches")

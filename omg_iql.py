@@ -688,7 +688,8 @@ class Learner:
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(self.target_parameters, self.parameters, self.args.tau)
-            tau = 1.0 if self.args.paper else self.args.tau  # the published one has no averaged model
+            copied = self.args.paper or self.args.target_interval  # the published one has no averaged model
+            tau = 1.0 if copied else self.args.tau
             torch._foreach_lerp_(self.target_model_parameters, self.model_parameters, tau)
 
 

@@ -144,7 +144,7 @@ class Pretraining:
         for matches in (state["start"]["runner"], self.runner.state_dict()):  # what does not fit is refused now
             self.runner.load_state_dict(matches)
         self.rng, self.start = state["rng"], state["start"]
-        runs.check_rng_states(self.rng, self.start["rng"])
+        checkpoints.check_rng_states(self.rng, self.start["rng"])
         self.progress = {name: checkpoints.number(state, name, type(old)) for name, old in self.progress.items()}
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             checkpoints.load_optimizer(optimizer, saved)

@@ -374,6 +374,8 @@ def run_all(jobs, place, root, run_root=".", more=None):
     """
     root, terminal, began = Path(root), Terminal(), time.monotonic()
     runs.writable_folder(root / "logs")
+    if link := files.first_link(root / "logs", itself=True):
+        raise runs.UsageError(f"{link} is a link: what would be written to it may be somebody else's")
     done, running = {job for job in jobs if job.done(root)}, {}
     waiting = [job for job in jobs if job not in done]
     crashes, losses, given_up, why = Counter(), Counter(), {}, {}

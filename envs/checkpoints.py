@@ -70,13 +70,17 @@ def read(path):
 
 def _check_archive(path):
     """Raises a ValueError or BadZipFile, before anything is unpacked, if a file would grow by that."""
-    with zipfile.ZipFile(path) as archive:
+    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
+        file.seek(0)
+        starts = file.read(4) == b"PK\x03\x04" and min(entry.header_offset for entry in entries) == 0
+    if not starts:  # torch goes by the first bytes
+        raise ValueError("it has something in front of its archive")
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise ValueError("it is compressed")
     if sum(entry.file_size for entry in entries) > os.path.getsize(path):
         raise ValueError("it claims to be larger than it is")
-    if any(entry.file_size > LONGEST_PICKLE for entry in entries if entry.filename.endswith(".pkl")):
+    if any(entry.file_size > LONGEST_PICKLE for entry in entries if entry.filename.lower().endswith(".pkl")):
         raise ValueError("it has too many parts")
 
 
@@ -129,6 +133,12 @@ def number(state, name, kind):
     if type(state[name]) is not kind or not state[name] >= 0 or (kind is int and state[name] >= 2**62):
         raise ValueError(f"{name} is {_short(state[name])}")
     return state[name]
+
+
+def check_rng_states(*states):
+    """Raises a TypeError or RuntimeError if one is no random state."""
+    for state in states:
+        torch.Generator().set_state(state[0])
 
 
 def _check_networks(path, networks):

@@ -153,8 +153,6 @@ class EpisodeRunner:
         if env.encounters > 1 and "encounter" not in fields:
             fields = (*fields, "encounter")
         self.rounds = 0
-        self.match_returns = {}  # by the number of a match in its encounter, of the last evaluation
-        self.match_metrics = {}  # so are these, of players that have `after_match`
         self.env = env
         self.team = team
         self.player = player
@@ -163,7 +161,8 @@ class EpisodeRunner:
         self.last_action = torch.zeros_like(env.actions)
         self.watches = "visible_last_action" in (*fields, *getattr(player, "fields", ()))  # what the others do
         self.rng = None  # the random state of evaluations, from the first one on
-        self.match_returns, self.side_returns = {}, []  # of the last evaluation: see returns_by_match, returns_by_side
+        # of the last evaluation: see returns_by_match, `after_match` of players, returns_by_side
+        self.match_returns, self.match_metrics, self.side_returns = {}, {}, []
         recorded = [name for name in ("reward", *fields) if name not in ("policy", *self.per_match)]
         rows = round_up(env.episode_limit, CHUNK) + 1
         values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
@@ -351,6 +350,7 @@ class EpisodeRunner:
         results, by_match, metrics = [], {}, {}
         played, encounter, matches = 0, self.team.encounter, self.env.num_envs
         self.team.even = True
+        self.rounds = round_up(self.rounds, encounter)  # one that was stopped is not gone on with
         teams = self.team.whole(count if encounter == 1 else -(-count // (matches * encounter)) * matches)
         while played < teams * encounter or self.rounds % encounter:
             left = teams - len(results) // encounter * matches  # of the teams that count; none where a game has failed
@@ -439,6 +439,8 @@ class EpisodeRunner:
         for name, values in getattr(self.player, "memory", {}).items():
             values.copy_(state["memory"][name])
         self.rng = state.get("rng")  # not in files of before evaluations had a random state
+        if self.rng is not None:
+            checkpoints.check_rng_states(self.rng)
         if state["matches"] is not None:
             self.env.restore(state["matches"])
 

@@ -114,17 +114,22 @@ def drop_what_cannot_be_printed():
 
 
 # ---- folders ----
-def first_link(folder, depth=3):
-    """A link in a run folder or its folders, as deep as a run writes: it may lead elsewhere. None if there is none."""
+def first_link(folder, depth=3, itself=False):
+    """A link in a folder or its folders, as deep as a run writes: it may lead elsewhere. None if there is none.
+
+    `itself`: the folder itself counts, too.
+    """
+    if itself and is_link(folder):
+        return folder
     for entry in os.scandir(folder):
-        if _is_link(entry.path):
+        if is_link(entry.path):
             return entry.path
         if depth > 1 and entry.is_dir(follow_symlinks=False) and (found := first_link(entry.path, depth - 1)):
             return found
     return None
 
 
-def _is_link(path):
+def is_link(path):
     facts = os.lstat(path)
     is_junction = getattr(facts, "st_reparse_tag", 0) == getattr(stat, "IO_REPARSE_TAG_MOUNT_POINT", None)  # Windows
     return stat.S_ISLNK(facts.st_mode) or is_junction

@@ -281,16 +281,22 @@ def fill_in(args, defaults):
             setattr(args, name, value)
 
 
+def check_unused(args, encounter):
+    """Rejects options about others where there are none; `encounter`: whether --encounter is one of them."""
+    if args.team != "self":
+        return
+    unused = {"seat": args.seat != "rotate", "mix_teammates": args.mix_teammates}
+    unused["teammate_epsilon"] = args.teammate_epsilon not in (0.0, (0.0, 0.0))
+    unused["encounter"] = args.encounter > 1 and encounter
+    for name in (name for name, given in unused.items() if given):
+        raise UsageError(f"{option(name)} is for a learner among others: with --team self there are none")
+
+
 def check_team_options(args):
     """Rejects options that do not go together."""
     if args.team != "self" and not getattr(args, "share_parameters", True):
         raise UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
-    if args.team == "self":
-        unused = {"seat": args.seat != "rotate", "mix_teammates": args.mix_teammates}
-        unused["teammate_epsilon"] = args.teammate_epsilon not in (0.0, (0.0, 0.0))
-        unused["encounter"] = args.encounter > 1 and not args.keep_memory
-        for name in (name for name, given in unused.items() if given):
-            raise UsageError(f"{option(name)} is for a learner among others: with --team self there are none")
+    check_unused(args, encounter=not args.keep_memory)
     if args.tell_who and args.team == "self":
         raise UsageError("--tell-who is for a learner among others: with --team self there are none to tell of")
     if args.tell_who and args.capture_video:
@@ -357,12 +363,6 @@ def set_up_torch(args):
         torch.backends.mkldnn.enabled = False  # oneDNN is slow there at matrices as small as these
     _do_not_import_torch_compile()
     return torch.device("cuda" if args.cuda else "cpu")
-
-
-def check_rng_states(*states):
-    """Raises a TypeError or RuntimeError if one is no random state."""
-    for state in states:
-        torch.Generator().set_state(state[0])
 
 
 @functools.cache  # once in a process: `step` is wrapped

@@ -93,9 +93,8 @@ class Team:
         self._is_scripted = zeros(torch.bool)
         self._script = zeros(torch.long)
         self._epsilon = zeros(torch.float32, 1)
-        self.most = (
-            1 if mix else max((len(policies) for _, policies in self.groups if policies), default=1)
-        )  # to draw from
+        largest = max((len(policies) for _, policies in self.groups if policies), default=1)
+        self.most = 1 if mix else largest  # policies to draw one from
         moves = self.used and self.rotation in ("rotate", "random")
         self.turns = len(self.shifts) if moves else 1  # rotations to go through
         self._has_scripts = any(policy < len(env.policies) for policy in self.used)

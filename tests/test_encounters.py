@@ -335,6 +335,13 @@ def test_evaluations_play_encounters_to_their_end():
     runner = EpisodeRunner(env, Team(env, encounter=3), RandomPlayer())
     for count, played in ((4, 12), (13, 24)):
         assert len(runner.evaluate(count)[0]) == played and runner.rounds % 3 == 0
+    runner.play()  # an evaluation that was stopped in an encounter
+    runner.load_state_dict(runner.state_dict())
+    assert len(runner.evaluate(4)[0]) == 12 and runner.rounds % 3 == 0
+    state = runner.state_dict()
+    for damaged in (["x"], [torch.zeros(3)], 7):
+        with pytest.raises((TypeError, RuntimeError)):
+            runner.load_state_dict(state | {"rng": damaged})
 
 
 # ---- an oracle ----

@@ -565,3 +565,10 @@ def test_learns_to_hunt_with_a_stag_hunter(tmp_path):
     names = train("hop", tmp_path, **options, total_timesteps=1300, eval_interval=10**6, final_eval_episodes=64)
     results = json.loads((names["run"].folder / "results.json").read_text())
     assert results["final"]["episodic_return"] > 3
+
+
+def test_options_about_others_are_refused_where_there_are_none():
+    for options, name in (({"seat": 1}, "--seat"), ({"teammate_epsilon": 0.3}, "--teammate-epsilon")):
+        with pytest.raises(SystemExit, match=f"{name} is for a learner among others"):
+            make_args(team="self", **options)
+    assert make_args(team="self", encounter=5).encounter == 5  # beliefs last for it

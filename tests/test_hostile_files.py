@@ -18,6 +18,7 @@ import envs
 import evaluate
 import iql
 import omg_iql
+import sweep
 from envs import checkpoints, files, play, runs
 from envs.episodes import load_runner
 from envs.team import Team, read_pool
@@ -167,6 +168,10 @@ def test_nothing_is_written_through_links(original, tmp_path):
     (run / f".results.json.{os.getpid()}.part").symlink_to(outside / "file")
     files.write_text(run / "results.json", "new")
     files.write_text(run / "at-1" / "checkpoint.pt", "new")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "3m__iql__1.log").symlink_to(outside / "file")
+    with pytest.raises(SystemExit):
+        sweep.run_all([], None, tmp_path)
     assert {path.read_text() for path in outside.iterdir()} == {"mine"}
 
 
@@ -275,6 +280,16 @@ def test_archives_that_would_grow(original, tmp_path):
     ):
         write(**options)
         assert reason in refused(lambda: checkpoints.read_run(tmp_path))
+    entries = {name.replace("data.pkl", "DATA.PKL"): data for name, data in entries.items()}  # torch finds it, too
+    entries[next(name for name in entries if name.endswith("DATA.PKL"))] += bytes(2**22)
+    write()
+    assert "it has too many parts" in refused(lambda: checkpoints.read_run(tmp_path))
+    torch.save({"networks": {}}, path, _use_new_zipfile_serialization=False)  # torch goes by the first bytes
+    old = path.read_bytes()
+    entries = {"archive/version": b"3"}
+    write()
+    path.write_bytes(old + path.read_bytes())
+    assert "in front of its archive" in refused(lambda: checkpoints.read_run(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -932,3 +933,14 @@ def test_a_copy_with_another_opponent_model_is_pretrained_and_trained(tmp_path, 
         assert found["complete"] and found["algorithm"] == "omg_deeper" and found["updates"] > 0
         runner = load_runner(folder, envs.make("stag_hunt_4x4", num_envs=4))
         assert len(runner.player.learner.model.fc1) == 3 and runner.play()[0].shape == (4, 1)
+
+
+def test_copies_of_the_target_network_come_with_the_newest_inference_model():
+    env = env_spec()
+    learner, batch = make_learner(env, tau=0.0, target_interval=2), long_batch(env)
+    learner.learn(SimpleNamespace(sample=lambda updates, size: iter([batch] * updates)), 2)
+    for averaged, newest in (
+        (learner.target_parameters, learner.parameters),
+        (learner.target_model_parameters, learner.model_parameters),
+    ):
+        assert all(map(torch.equal, averaged, newest))
