@@ -237,8 +237,8 @@ class OpponentModel(nn.Module):
         x = F.relu(self.fc_obs(obs))
         features, x = self.fc1(torch.cat((x, h), -1)).split(self.fc1_widths, -1)
         x = self.head(F.relu(x)).unflatten(-1, (self.belief_shape[0], -1))  # (time, matches, seats, others, .)
-        scores, log_likelihood = x.split(self.head_widths, -1)
-        log_probs, log_belief = F.log_softmax(scores, -1), F.log_softmax(log_likelihood + evidence, -1)
+        logits, log_likelihood = x.split(self.head_widths, -1)
+        log_probs, log_belief = F.log_softmax(logits, -1), F.log_softmax(log_likelihood + evidence, -1)
         inferred = torch.cat((features, *(p.detach().exp().flatten(-2) for p in (log_probs, log_belief))), -1)
         return inferred, h, log_probs, log_belief
 

@@ -30,7 +30,7 @@ from envs.results import (
     markdown,
     normalise,
     plain_text,
-)  # fmt: skip
+)
 from sweep import Evaluation, Job, read_results
 
 BASE, ORACLE, OURS, POOL = "IQL", "oracle", "belief", "a run of the pool"

@@ -224,15 +224,15 @@ class OpponentModel(nn.Module):
         self.rnn = SharedGRU(env.obs_dim + env.n_actions, hidden_dim)
         self.fc1 = nn.Linear(hidden_dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, len(EXPERTS) * args.latent_dim)
-        self.obs_decoder = self.decoder(args.latent_dim, (env.n_agents - 1) * env.obs_dim)
-        self.action_decoder = self.decoder(args.latent_dim, (env.n_agents - 1) * env.n_actions)
-        self.state_decoder = self.decoder(args.latent_dim, env.state_dim)
-        self.return_encoder = self.decoder(1, args.latent_dim)
+        self.obs_decoder = self.mlp(args.latent_dim, (env.n_agents - 1) * env.obs_dim)
+        self.action_decoder = self.mlp(args.latent_dim, (env.n_agents - 1) * env.n_actions)
+        self.state_decoder = self.mlp(args.latent_dim, env.state_dim)
+        self.return_encoder = self.mlp(1, args.latent_dim)
         self.register_buffer("seat_order", seat_order(env), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
 
-    def decoder(self, inputs, outputs):
+    def mlp(self, inputs, outputs):
         return nn.Sequential(nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, outputs))
 
     def init_hidden(self, matches, seats):

@@ -24,7 +24,7 @@ from envs.batch import (
     Batch,
     available_action,
     observe_last_action,
-)  # fmt: skip
+)
 from envs.vector import draw, scalar
 
 NONE, NORTH, SOUTH, WEST, EAST, LOAD = range(6)
@@ -591,13 +591,12 @@ class Foraging(Batch):
     def visible(self):
         if max(self.rows, self.cols) <= min(self.sight, self.player_sight):
             return super().visible
-        seen = None
+        near = []
         for key in ("row", "col"):  # as `sees_player` has it
             own, other = self._simulation[key].unsqueeze(2), self._simulation[key].unsqueeze(1)
             place = torch.where(own > self.sight, other - own + self.sight, other)
-            near = (place >= 0) & (place <= 2 * self.sight) & ((other - own).abs() <= self.player_sight)
-            seen = near if seen is None else seen & near
-        return seen
+            near.append((place >= 0) & (place <= 2 * self.sight) & ((other - own).abs() <= self.player_sight))
+        return near[0] & near[1]
 
     def _about_others(self, column):
         return column // self._width > self.foods

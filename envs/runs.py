@@ -47,7 +47,7 @@ from envs.episodes import (
     load_runner,
     rng_state,
     set_rng_state,
-)  # fmt: skip
+)
 from envs.files import say
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
