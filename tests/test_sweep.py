@@ -883,8 +883,8 @@ def test_on_a_cluster_a_run_whose_node_is_lost_in_a_save_ends_as_if_it_had_not_b
     pytest.importorskip("ray")
     words = ("--env-ids", "stag_hunt_4x4", "--seeds", 1)
     sizes = {
-        "num-envs": 4, "batch-size": 4, "buffer-size": 64, "train-frequency": 60, "total-timesteps": 2500,
-        "hidden-dim": 16, "eval-interval": 1000, "eval-episodes": 4, "final-eval-episodes": 8, "checkpoint-interval": 0,
+        "num-envs": 4, "batch-size": 4, "buffer-size": 64, "train-frequency": 60, "total-timesteps": 10_000,
+        "hidden-dim": 16, "eval-interval": 4000, "eval-episodes": 4, "final-eval-episodes": 8, "checkpoint-interval": 0,
     }  # fmt: skip
     options = [word for name, value in sizes.items() for word in (f"--{name}", value)]
     nodes, lost = {}, None
