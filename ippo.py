@@ -146,8 +146,7 @@ class SharedGRU(nn.GRU):
         if len(x) == 1:
             y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
         elif x.is_cuda and has_kernels(self.hidden_size):
-            gates = F.linear(rows, self.weight_ih_l0, self.bias_ih_l0)
-            y = unroll(gates, h, self.weight_hh_l0, self.bias_hh_l0)
+            y = unroll(rows, h, *self._flat_weights)
         else:
             y, _ = super().forward(rows, h.unsqueeze(0))
         return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)

@@ -50,7 +50,7 @@ class Args:
     keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
     tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
-    total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 2 on the CPU
+    total_timesteps: int | None = None  # default: 10 million on the GPU, 1 million or with a team 2 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
     eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
     final_eval_episodes: int = 512  # episodes of the last evaluation
@@ -60,12 +60,12 @@ class Args:
     gamma: float = 0.97  # discount factor
     reward_scale: float | None = None  # factor of the rewards in targets (default: 5 / env.return_scale)
     td_lambda: float = 0.7  # lambda of the returns; 0 is one-step Q-learning
-    tau: float = 0.005  # how far the target network, which plays greedily, moves with every update
+    tau: float = 0.04  # how far the target network, which plays greedily, moves with every update
     target_interval: int = 0  # updates between copies to the target network (PyMARL: 200, with --tau 0); 0: none
     buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
     buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
-    batch_size: int | None = None  # episodes in an update (default: 64 on the GPU, 32 on the CPU)
-    train_frequency: int | None = None  # steps per update, 0: one per episode (default: 2000, CPU 200; team 1000, 400)
+    batch_size: int | None = None  # episodes in an update (default: 128 on the GPU, 32 on the CPU)
+    train_frequency: int | None = None  # steps per update, 0: one per episode (default: 500, CPU 200, with a team 400)
     start_e: float = 1.0  # epsilon at the start
     end_e: float = 0.05  # epsilon at the end
     exploration_fraction: float = 0.1  # the fraction of the run over which epsilon falls
@@ -174,8 +174,7 @@ class SharedGRU(nn.GRU):
         if len(x) == 1:
             y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
         elif x.is_cuda and has_kernels(self.hidden_size):
-            gates = F.linear(rows, self.weight_ih_l0, self.bias_ih_l0)
-            y = unroll(gates, h, self.weight_hh_l0, self.bias_hh_l0)
+            y = unroll(rows, h, *self._flat_weights)
         else:
             y, _ = super().forward(rows, h.unsqueeze(0))
         return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)

@@ -74,7 +74,8 @@ def visible_last_action(visible, last_action):
 class Graphed:
     """Calls a function of a batch, a dictionary of tensors. On CUDA it is captured as a graph and replayed.
 
-    There is one graph for each set of tensors, told apart by memory and shape.
+    There is one graph for each set of tensors, told apart by memory and shape. One is replayed at a time, so they use
+    the same memory: nothing that the function allocates may be read after it.
     """
 
     on_call = None  # called without arguments with every call of any of them: something gets on
@@ -83,6 +84,8 @@ class Graphed:
         self.function = function
         self.capture = device.type == "cuda"
         self.graphs = {}
+        if self.capture:
+            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def __call__(self, batch=None):
         arguments = () if batch is None else (batch,)
@@ -94,11 +97,10 @@ class Graphed:
         key = tuple((values.data_ptr(), values.shape) for values in (batch or {}).values())
         if key not in self.graphs:  # the first call warms up
             self.graphs[key] = None
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
                 self.function(*arguments)
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(self.stream)
             return
         if self.graphs[key] is None:
             self.graphs[key] = self._captured(arguments)
@@ -108,7 +110,7 @@ class Graphed:
         graph = torch.cuda.CUDAGraph()
         gc.disable()  # memory freed during a capture would end it
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self.pool):
                 self.function(*arguments)
         finally:
             gc.enable()
@@ -117,6 +119,8 @@ class Graphed:
     def clear(self):
         """Discards the graphs, because the function has changed."""
         self.graphs.clear()
+        if self.capture:
+            self.pool = torch.cuda.graph_pool_handle()  # the old one ends with its last graph
 
 
 class SideStream:

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 
 import torch
+import torch.nn.functional as F
 
 from envs import vector
 
@@ -164,25 +165,27 @@ def _launch(template, units, steps, rows, *tensors):
 
 class Unroll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gates, h, weight, bias, learns):
-        gates, h, weight, bias = (tensor.contiguous() for tensor in (gates, h, weight, bias))
-        steps, (rows, units) = len(gates), h.shape
+    def forward(ctx, x, h, weight_ih, weight_hh, bias_ih, bias_hh, learns):
+        h, weight_hh, bias_hh = (tensor.contiguous() for tensor in (h, weight_hh, bias_hh))
+        steps, (rows, units) = len(x), h.shape
+        gates = F.linear(x, weight_ih, bias_ih)
         y = h.new_empty(steps, rows, units)
         saved = h.new_empty(steps if learns else 0, rows, 4, units)  # of every step: gates, and W h + b of the last
-        _launch(_forward, units, steps, rows, gates, h, weight, bias, y, saved)
-        ctx.save_for_backward(h, weight, y, saved)
+        _launch(_forward, units, steps, rows, gates, h, weight_hh, bias_hh, y, saved)
+        ctx.save_for_backward(x, h, weight_ih, weight_hh, y, saved)
         return y
 
     @staticmethod
     def backward(ctx, d_y):
-        h, weight, y, saved = ctx.saved_tensors
+        x, h, weight_ih, weight_hh, y, saved = ctx.saved_tensors
         steps, rows, units = y.shape
         before = torch.cat((h.unsqueeze(0), y[:-1]))
-        d_gates, d_recurrent = h.new_empty(2, steps, rows, 3 * units)
+        d = h.new_empty(2, steps * rows, 3 * units)  # the loss's gradient by the gates: of the inputs, of the state
         d_h = torch.empty_like(h)
-        _launch(_backward, units, steps, rows, saved, before, weight, d_y.contiguous(), d_gates, d_recurrent, d_h)
-        d_recurrent = d_recurrent.flatten(0, 1)
-        return d_gates, d_h, d_recurrent.T @ before.flatten(0, 1), d_recurrent.sum(0), None
+        _launch(_backward, units, steps, rows, saved, before, weight_hh, d_y.contiguous(), d[0], d[1], d_h)
+        d_bias = (d.new_ones(steps * rows) @ d).unbind()  # as a product: a sum over so many rows is slow
+        d_weight_ih, d_weight_hh = d[0].T @ x.flatten(0, 1), d[1].T @ before.flatten(0, 1)
+        return (d[0] @ weight_ih).view_as(x), d_h, d_weight_ih, d_weight_hh, *d_bias, None
 
 
 def has_kernels(units):
@@ -190,9 +193,9 @@ def has_kernels(units):
     return units <= MOST_UNITS and units % 16 == 0 and importlib.util.find_spec("numba_cuda") is not None
 
 
-def unroll(gates, h, weight, bias):
-    """The hidden states (steps, rows, units) of a GRU on CUDA, from what its inputs add to the gates.
+def unroll(x, h, weight_ih, weight_hh, bias_ih, bias_hh):
+    """The hidden states (steps, rows, units) of a GRU on CUDA: x (steps, rows, inputs), h (rows, units).
 
-    gates (steps, rows, 3 * units): reset, update, new; h (rows, units), the recurrent weights (3 * units, units), bias
+    The weights are those of torch.nn.GRU, in its order.
     """
-    return Unroll.apply(gates, h, weight, bias, torch.is_grad_enabled())
+    return Unroll.apply(x, h, weight_ih, weight_hh, bias_ih, bias_hh, torch.is_grad_enabled())

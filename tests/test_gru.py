@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from envs import gru
 
@@ -78,8 +77,7 @@ def test_unroll_has_the_values_and_gradients_of_a_gru(device, units, rows, steps
     layer, h = nn.GRU(5, units), torch.randn(rows, units, requires_grad=True)
     x, weight = torch.randn(steps, rows, 5, requires_grad=True), torch.randn(steps, rows, units)
     expected, leaves = layer(x, h.unsqueeze(0))[0], (x, h, *layer.parameters())
-    gates = F.linear(x, layer.weight_ih_l0, layer.bias_ih_l0)
-    arguments = [tensor.to(device) for tensor in (gates, h, layer.weight_hh_l0, layer.bias_hh_l0)]
+    arguments = [tensor.to(device) for tensor in (x, h, *layer._flat_weights)]
     found = gru.unroll(*arguments).cpu()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
