@@ -21,8 +21,8 @@ import torch
 
 from envs import foraging, predator_prey, stag_hunt
 from envs.batch import check_whole_number
-from envs.battle import Battle, RandomBattle
-from envs.battle_data import MAPS, SCENARIOS
+from envs.battle.battle import Battle, RandomBattle
+from envs.battle.data import MAPS, SCENARIOS
 from envs.coin_game import IDS as COIN_GAMES
 from envs.coin_game import CoinGame
 from envs.foraging import Foraging, is_foraging
@@ -165,11 +165,11 @@ def _kind(env_id):
     if is_tag(name):
         return PredatorPrey
     if name in list_ids():
-        from envs.starcraft2 import StarCraft2  # only those who ask for it need its package
+        from envs.external.starcraft2 import StarCraft2  # only those who ask for it need its package
 
         return StarCraft2
     if name.startswith("pettingzoo:"):
-        from envs.pettingzoo_worlds import PettingZooWorld
+        from envs.external.pettingzoo_worlds import PettingZooWorld
 
         return PettingZooWorld
     raise ValueError(f"unknown environment {env_id!r}: {_suggestion(str(env_id)[:100])}envs.list_ids() has all ids")

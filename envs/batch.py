@@ -1,9 +1,9 @@
 """What every environment shows to the outside: a batch of matches with Gymnasium's words and torch tensors.
 
-An environment hands over its sizes and simulation arrays, sets `_run` and `_act`, its programs (see envs/vector.py),
-and has a `scene(index)`: one match in plain words and numbers, which envs/render.py and envs/page.py draw. A small one
-has `play` make the programs of four functions of one match: `reset_one`, `step_one`, `observe_one` and `act_one`
-(docs/environments.md has an example).
+An environment hands over its sizes and simulation arrays, sets `_run` and `_act`, its programs (see envs/compiler.py),
+and has a `scene(index)`: one match in plain words and numbers, which envs/pictures draws. A small one has `play` make
+the programs of four functions of one match: `reset_one`, `step_one`, `observe_one` and `act_one` (docs/environments.md
+has an example).
 """
 
 import functools
@@ -18,8 +18,9 @@ import gymnasium
 import numpy as np
 import torch
 
-from envs import render, vector
-from envs.vector import barrier, pick_bit, scalar
+from envs import compiler
+from envs.compiler import barrier, pick_bit, scalar
+from envs.pictures import render
 
 MATCH = ("key", "episode", "step", "stage")
 KEY, EPISODE, STEP, STAGE = range(len(MATCH))  # the fields of a match: match[m, field]
@@ -107,7 +108,7 @@ def _in_a_loop(op, m, row, lane, lanes, g, game):
 
 def bind(template, name, **functions):
     """The template as a function for compiled code, under this name, with `functions` in place of its free names."""
-    return scalar(vector.rebind(template, name, **functions))
+    return scalar(compiler.rebind(template, name, **functions))
 
 
 def life_cycle(name, step_match, freeze_match, reset_match, observe_match, compact=False):
@@ -280,6 +281,10 @@ def check_range(values, least, most, called):
         raise ValueError(f"{called(*index)} is {values[index].item():g}, which is not a number from {limits}")
 
 
+class GameFailed(RuntimeError):
+    """A game has failed so often that it is given up; the message is one line."""
+
+
 class Batch:
     """`num_envs` matches at a time. What its methods return is overwritten by the next call: clone what you keep."""
 
@@ -402,13 +407,13 @@ class Batch:
         `rule_type` has the numbers that they go by: RULE and `numbers`.
         """
         everything = {**self._tensors(), **(tensors or {})}
-        game = game_type(**{name: vector.view(everything[name]) for name in game_type._fields})
+        game = game_type(**{name: compiler.view(everything[name]) for name in game_type._fields})
         numbers = {**self._rule_numbers(idle), **numbers}
         for name, value in numbers.items():
             check_number(name, value, -MOST, MOST)
         rule = rule_type(**numbers)
         self._run, self._act = (
-            vector.Runner(program, rule, game, self.device, lanes) for program in _programs(*functions)
+            compiler.Runner(program, rule, game, self.device, lanes) for program in _programs(*functions)
         )
 
     @property
@@ -614,7 +619,7 @@ class Batch:
     def _draw_anew(self):
         """New random streams, by the ones before, the time and the place in this batch: no state, no host, no order."""
         match = self._simulation["match"]
-        scramble = getattr(vector.scramble, "py_func", vector.scramble)
+        scramble = getattr(compiler.scramble, "py_func", compiler.scramble)
         words = torch.arange(2, device=self.device).unsqueeze(1)  # (2, 1): a key has two, of 32 bits
         place = torch.arange(self.num_envs, device=self.device)
         for number in (match[:, KEY], match[:, KEY] >> 32, match[:, EPISODE], match[:, STEP], place + 1):

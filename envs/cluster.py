@@ -93,7 +93,7 @@ class OnRay:
         self.runner = ray.remote(**demand, scheduling_strategy="SPREAD")(Runner)
         self.code = {
             path.relative_to(ROOT).as_posix(): path.read_bytes()
-            for pattern in ("*.py", "envs/*.py", "envs/*.html")
+            for pattern in ("*.py", "envs/**/*.py", "envs/**/*.html")
             for path in sorted(ROOT.glob(pattern))
         }
 

@@ -11,7 +11,7 @@ import torch
 
 from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, observe_last_action
-from envs.vector import draw, pick_bit, scalar
+from envs.compiler import draw, pick_bit, scalar
 
 RIGHT, LEFT, DOWN, UP, STAY = range(5)
 ACTIONS = ("right", "left", "down", "up", "stay")

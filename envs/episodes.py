@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from envs import checkpoints
-from envs.batch import memory_of
+from envs.batch import GameFailed, memory_of
 
 CHUNK = 8  # steps captured in one CUDA graph, between two checks whether all matches are over
 MAX_INVALID_ROUNDS = 20  # in a row, before giving up
@@ -44,10 +44,6 @@ OF_STEP = ("action", "all_action", "reward", "all_reward", "terminated")  # reco
 
 class Stopped(Exception):
     """Raised by an EpisodeRunner that leaves its game because the run was asked to stop."""
-
-
-class GameFailed(RuntimeError):
-    """A game has failed so often that it is given up; the message is one line."""
 
 
 class Inputs(NamedTuple):

@@ -25,7 +25,7 @@ from envs.batch import (
     available_action,
     observe_last_action,
 )
-from envs.vector import draw, scalar
+from envs.compiler import draw, scalar
 
 NONE, NORTH, SOUTH, WEST, EAST, LOAD = range(6)
 ACTIONS = ("stay", "up", "down", "left", "right", "load")

@@ -11,7 +11,7 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
-from envs import vector
+from envs import compiler
 
 MOST_UNITS = 128  # a thread has 1.5 weights for each of them, and 255 registers at most
 BLOCK = 512  # threads, if they need no more than 128 registers each: up to 64 units
@@ -139,9 +139,9 @@ def _bound(template, units, cuda, exp, quotient, float32, device_function):
     names |= {"UNITS": units, "QUARTER": quarter, "WEIGHTS": 6 * quarter}
     names |= {"ROWS": rows, "STATES": 2 * rows * units, "ERRORS": 6 * rows * units}
     functions = _sigmoid, _tanh, _sum_of_four, _gates_at, _saved_at
-    names |= {f.__name__[1:]: device_function(vector.rebind(f, f.__name__, **names)) for f in functions}
-    name = f"gru{template.__name__}_{units}_{vector.fingerprint(template, *functions)}"
-    return vector.rebind(template, name, **names), rows
+    names |= {f.__name__[1:]: device_function(compiler.rebind(f, f.__name__, **names)) for f in functions}
+    name = f"gru{template.__name__}_{units}_{compiler.fingerprint(template, *functions)}"
+    return compiler.rebind(template, name, **names), rows
 
 
 @functools.cache
@@ -151,7 +151,7 @@ def _compiled(template, units):
 
     functions = libdevice.fast_expf, libdevice.fast_fdividef, float32
     kernel, rows = _bound(template, units, cuda, *functions, cuda.jit(device=True))
-    return vector.Kernel(kernel, registers=128 if units <= 64 else 255), rows
+    return compiler.Kernel(kernel, registers=128 if units <= 64 else 255), rows
 
 
 def _launch(template, units, steps, rows, *tensors):
@@ -159,7 +159,7 @@ def _launch(template, units, steps, rows, *tensors):
     device = tensors[0].device
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     together = min(-(-rows // processors), most)  # rows of a block: first every multiprocessor gets one
-    arguments = [vector.view(tensor.detach().flatten()) for tensor in tensors]
+    arguments = [compiler.view(tensor.detach().flatten()) for tensor in tensors]
     kernel(-(-rows // together), (2 * units, together), device, *arguments, steps, rows)
 
 

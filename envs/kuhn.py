@@ -10,7 +10,7 @@ import torch
 
 from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
-from envs.vector import draw, scalar, uniform
+from envs.compiler import draw, scalar, uniform
 
 WAIT, PASS, BET = range(3)
 ACTIONS = ("wait", "pass", "bet")

@@ -10,7 +10,7 @@ import torch
 
 from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch
-from envs.vector import scalar, uniform
+from envs.compiler import scalar, uniform
 
 FIRST, SECOND = range(2)  # actions: cooperate, heads, stag, dove; defect, tails, hare, hawk
 NONE = -1

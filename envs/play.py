@@ -18,8 +18,9 @@ import tyro
 from PIL import Image
 
 import envs
-from envs import checkpoints, files, page, render
+from envs import checkpoints, files
 from envs.episodes import load_runner
+from envs.pictures import page, render
 
 FORMATS = (".gif", ".mp4", ".html")
 

@@ -15,7 +15,7 @@ import torch
 
 from envs import batch
 from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, observe_last_action
-from envs.vector import draw, scalar, uniform
+from envs.compiler import draw, scalar, uniform
 
 NONE, LEFT, RIGHT, DOWN, UP = range(5)
 ACTIONS = ("none", "left", "right", "down", "up")

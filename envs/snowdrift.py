@@ -12,7 +12,7 @@ import torch
 
 from envs import batch
 from envs.batch import EPISODE, KEY, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, observe_last_action
-from envs.vector import draw, pick_bit, scalar
+from envs.compiler import draw, pick_bit, scalar
 
 UP, DOWN, LEFT, RIGHT, STAY, REMOVE = range(6)
 ACTIONS = ("up", "down", "left", "right", "stay", "remove")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, available_action, check_flag
-from envs.vector import draw, pick_bit, scalar
+from envs.compiler import draw, pick_bit, scalar
 
 UP, DOWN, LEFT, RIGHT, STAY, HUNT_STAG, HUNT_HARE = range(7)
 ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # so that tests can impor
 
 import envs
 import sweep
-from envs import vector
+from envs import compiler
 
 # Environments are compiled for one thread only: for several, which play the same, they would be compiled again.
-SERIAL_BELOW, vector.SERIAL_BELOW = vector.SERIAL_BELOW, 10**9
+SERIAL_BELOW, compiler.SERIAL_BELOW = compiler.SERIAL_BELOW, 10**9
 WORLDS = [  # one for every program; those first that take longest to compile
     "3m", "smacv2/terran_5_vs_5", "foraging_orders", "stag_hunt", "popp", "kuhn", "coin_game", "snowdrift_4x4",
     "matrix_ipd",
@@ -54,17 +54,17 @@ def pytest_runtestloop(session):
         except FileExistsError:
             continue  # compiled by another
         for serial_below in (10**9, SERIAL_BELOW) if slow or name == "3m" else (10**9,):
-            vector.SERIAL_BELOW = serial_below
+            compiler.SERIAL_BELOW = serial_below
             env = envs.make(name, num_envs=8)
             env.reset()
             env.scripted_actions(env.policies[0])
-    vector.SERIAL_BELOW = 10**9
+    compiler.SERIAL_BELOW = 10**9
 
 
 @pytest.fixture
 def threads(monkeypatch):
     """Many matches run on threads, as they do outside the tests."""
-    monkeypatch.setattr(vector, "SERIAL_BELOW", SERIAL_BELOW)
+    monkeypatch.setattr(compiler, "SERIAL_BELOW", SERIAL_BELOW)
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from s2clientprotocol import raw_pb2 as raw
 from s2clientprotocol import sc2api_pb2 as sc2
 
 import envs
-from envs import paths
-from envs.battle_data import MAPS, TERRAINS, TYPES
+from envs.battle import paths
+from envs.battle.data import MAPS, TERRAINS, TYPES
 
 SETTINGS = json.loads(os.environ.get("FAKE_SC2", "{}"))
 STEP = 8  # game loops of a step of SMAC

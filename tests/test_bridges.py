@@ -14,7 +14,7 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, ren
 from pettingzoo.utils import parallel_to_aec
 
 import envs
-from envs.battle_data import MAPS
+from envs.battle.data import MAPS
 from envs.gym import OneLearner, OneLearnerVector
 from envs.pettingzoo import parallel_env
 

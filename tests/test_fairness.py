@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import envs
-from envs.battle_data import MAPS, TERRAINS
+from envs.battle.data import MAPS, TERRAINS
 
 EQUAL_TEAMS = ["3m", "8m", "2s3z", "MMM"]
 

@@ -18,9 +18,9 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 from pettingzoo.utils import parallel_to_aec
 
 import envs
-from envs import render
 from envs.foraging import HEURISTICS, ORDERS, POLICIES
 from envs.pettingzoo import parallel_env
+from envs.pictures import render
 
 NONE, NORTH, SOUTH, WEST, EAST, LOAD = range(6)
 COPIES = 8  # of a match placed by hand

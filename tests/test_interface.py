@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import envs
-from envs.battle_data import MAPS
+from envs.battle.data import MAPS
 
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
 INFO = ["state", "avail", "alive", "won", "invalid"]

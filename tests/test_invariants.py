@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import envs
-from envs.battle_data import MAPS, TERRAINS
+from envs.battle.data import MAPS, TERRAINS
 
 NO_OP = 0
 OVERLAP = 0.05

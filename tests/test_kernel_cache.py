@@ -16,11 +16,11 @@ import pytest
 import torch
 from numba.core import event
 
-from envs import vector
+from envs import compiler
 
 ROOT = Path(__file__).parent.parent
 HELPER = """
-from envs.vector import scalar
+from envs.compiler import scalar
 
 LENGTH, WIDTH = 10, 100
 TABLE = (1000, 2000)
@@ -36,7 +36,7 @@ def not_compiled():
 """
 PROGRAM = """
 import helper
-from envs.vector import scalar
+from envs.compiler import scalar
 from helper import LENGTH, TABLE, stride
 
 
@@ -60,9 +60,9 @@ def played(folder, old="", new="", device="cpu"):
     finally:
         sys.path.remove(str(folder))
     out = torch.zeros(2, dtype=torch.int64, device=device)
-    game = Game(vector.view(torch.zeros((2, 4), dtype=torch.int64, device=device)), vector.view(out))
+    game = Game(compiler.view(torch.zeros((2, 4), dtype=torch.int64, device=device)), compiler.view(out))
     with event.install_recorder("numba:compile") as recorder:
-        vector.Runner(run_one, Rule(1), game, out.device, lanes=1)()
+        compiler.Runner(run_one, Rule(1), game, out.device, lanes=1)()
     return out[0].item(), len(recorder.buffer)
 
 
@@ -111,14 +111,14 @@ def test_numba_is_as_it_was_for_other_threads(folder):
     run_one = sys.modules["program"].run_one
 
     def compile_too():
-        with vector._compiling("cpu", run_one):
+        with compiler._compiling("cpu", run_one):
             left.wait()
 
     def last_of_two():
         found.append(numba.njit(lambda values, place: values[place])(np.arange(9)[4:6], -1))
 
     threads = [threading.Thread(target=target) for target in (last_of_two, compile_too)]
-    with vector._compiling("cpu", run_one):
+    with compiler._compiling("cpu", run_one):
         for thread in threads:
             thread.start()
             thread.join(1)  # as far as it gets
@@ -217,11 +217,13 @@ def test_without_a_place_to_write_it_goes_elsewhere_or_does_without(tmp_path, pl
 
 FINGERPRINTS = """
 import sys
-from envs import battle, battle_policies, stag_hunt, vector
+from envs import compiler, stag_hunt
+from envs.battle import battle
+from envs.battle import policies as battle_policies
 from envs.batch import _programs
 functions = stag_hunt.reset_one, stag_hunt.step_one, stag_hunt.observe_one, stag_hunt.act_one
-print(vector.fingerprint(battle.run_here), vector.fingerprint(battle_policies.act_here))
-print(*map(vector.fingerprint, _programs(*functions)))
+print(compiler.fingerprint(battle.run_here), compiler.fingerprint(battle_policies.act_here))
+print(*map(compiler.fingerprint, _programs(*functions)))
 """
 BATTLE, BATTLE_POLICIES, HUNT, HUNT_POLICIES = range(4)
 
@@ -232,12 +234,12 @@ def test_every_program_goes_by_what_it_is_made_of_and_nothing_else(tmp_path):
     edits = [
         ("runs.py", None, "SPARE = 1\n", []),
         ("episodes.py", None, "SPARE = 1\n", []),
-        ("battle_scene.py", None, "SPARE = 1\n", []),
-        ("battle_setup.py", "SPAWN_SHIFT = 0.1", "SPAWN_SHIFT = 0.2", [BATTLE]),
-        ("paths.py", "return climbs or abs(a - b) < HIGH - LOW", "return abs(a - b) < HIGH - LOW", [BATTLE]),
-        ("battle_rules.py", "ENERGY_START, ENERGY_MAX", "ENERGY_MAX, ENERGY_START", [BATTLE]),
+        ("battle/scene.py", None, "SPARE = 1\n", []),
+        ("battle/setup.py", "SPAWN_SHIFT = 0.1", "SPAWN_SHIFT = 0.2", [BATTLE]),
+        ("battle/paths.py", "return climbs or abs(a - b) < HIGH - LOW", "return abs(a - b) < HIGH - LOW", [BATTLE]),
+        ("battle/rules.py", "ENERGY_START, ENERGY_MAX", "ENERGY_MAX, ENERGY_START", [BATTLE]),
         ("batch.py", "match[row, STEP] += 1", "match[row, STEP] += 2", [BATTLE, HUNT]),
-        ("vector.py", "0x7FEB352D", "0x7FEB352F", [BATTLE, BATTLE_POLICIES, HUNT, HUNT_POLICIES]),
+        ("compiler.py", "0x7FEB352D", "0x7FEB352F", [BATTLE, BATTLE_POLICIES, HUNT, HUNT_POLICIES]),
         ("stag_hunt.py", "TRIES = 16, 64", "TRIES = 16, 65", [HUNT]),
         ("stag_hunt.py", "best |= 1 << move", "best |= 2 << move", [HUNT_POLICIES]),
     ]

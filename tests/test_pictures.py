@@ -20,8 +20,9 @@ from PIL import Image, ImageColor
 from scripts import NOT_TRAINED
 
 import envs
-from envs import checkpoints, page, play, render
-from envs.battle_data import MAPS
+from envs import checkpoints, play
+from envs.battle.data import MAPS, TERRAINS
+from envs.pictures import page, render
 
 STOP, NORTH, ATTACK = 1, 2, 6
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -213,7 +214,7 @@ def test_render_gives_an_rgb_array_of_one_match():
 
 @pytest.mark.parametrize("terrain", ["corridor", "plateau", "nest", "field"])
 def test_pictures_of_all_shapes_fit(terrain):
-    ground = list(reversed(envs.battle.TERRAINS[terrain].split()))
+    ground = list(reversed(TERRAINS[terrain].split()))
     picture = render.draw(battle_scene(ground=ground))
     assert picture.shape[1] == 480 and 200 < picture.shape[0] <= 480
 

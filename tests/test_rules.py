@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import envs
-from envs import battle_data
-from envs.battle_data import RULES, TERRAINS, UNITS, Map, Unit
-from envs.battle_rules import HURT_AT
+from envs.battle import data as battle_data
+from envs.battle.data import RULES, TERRAINS, UNITS, Map, Unit
+from envs.battle.rules import HURT_AT
 
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
 LOOPS, SECOND = 8, 16  # game loops in a step, in a second

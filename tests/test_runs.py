@@ -43,12 +43,12 @@ import envs
 import iql
 import omg_iql
 from envs import checkpoints, files, runs
-from envs.battle import Battle
+from envs.battle.battle import Battle
 from envs.checkpoints import read
 from envs.episodes import EpisodeRunner, ScriptedPlayer, Stopped, load_runner
+from envs.external.starcraft2 import StarCraft2
 from envs.results import curves as curves_of
 from envs.results import load_results, rows_of, table
-from envs.starcraft2 import StarCraft2
 from envs.team import Team, read_pool
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import envs
-from envs.battle_data import SCENARIOS
-from envs.battle_rules import TARGET, TRAITS
+from envs.battle.data import SCENARIOS
+from envs.battle.rules import TARGET, TRAITS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {  # actions, observation of Terran and Zerg, of Protoss, state of both

@@ -22,9 +22,10 @@ import pytest
 import torch
 
 import envs
-from envs import episodes, processes, starcraft2, worker
-from envs.battle_data import MAPS, TERRAINS, TYPES
+from envs import episodes
+from envs.battle.data import MAPS, TERRAINS, TYPES
 from envs.episodes import EpisodeRunner, GameFailed, RandomPlayer, Stopped
+from envs.external import processes, starcraft2, worker
 from envs.team import Team
 
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
@@ -644,7 +645,7 @@ def test_game_whose_process_was_killed_is_not_left_behind(world):
 
 SCRIPT = """
 import signal, sys, torch, envs
-from envs import worker
+from envs.external import worker
 worker.SECONDS_TO_CLOSE = 2.0
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background may have it ignored
 env = envs.make("sc2/3m", num_envs=2, autoreset=True)

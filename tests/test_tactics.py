@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import envs
-from envs.battle_data import UNITS
+from envs.battle.data import UNITS
 
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
 WAYS = torch.tensor([(0, 1), (0, -1), (1, 0), (-1, 0)])  # of the moves

@@ -13,7 +13,7 @@ import torch
 from worlds import assert_same, shown
 
 import envs
-from envs import vector
+from envs import compiler
 
 COPIES = 8
 WORLDS = {  # id -> options, one of each program
@@ -190,7 +190,7 @@ def test_loops_are_rewritten_for_cuda_with_the_same_meaning():
     """There they count in 32 bits, by while."""
     tree = ast.parse(inspect.getsource(loops))
     scope = {"int32": int}
-    rewritten = ast.fix_missing_locations(vector._CountedLoops().visit(tree))
+    rewritten = ast.fix_missing_locations(compiler._CountedLoops().visit(tree))
     exec(compile(rewritten, "rewritten", "exec"), scope)
     assert "for" not in {type(node).__name__.lower() for node in ast.walk(rewritten)}
     for n in range(20):

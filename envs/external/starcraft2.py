@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from envs import paths, starcraft2_worker
 from envs.batch import RUNNING, STAGE, STEP
-from envs.battle_data import MAPS, TERRAINS, TYPES
-from envs.battle_setup import build_units, resize
-from envs.processes import GameLost, Process, ProcessBatch
+from envs.battle import paths
+from envs.battle.data import MAPS, TERRAINS, TYPES
+from envs.battle.setup import build_units, resize
+from envs.external import starcraft2_worker
+from envs.external.processes import GameLost, Process, ProcessBatch
 
 STOP, ATTACK = 1, 6
 SIGHT = 9.0

@@ -1,7 +1,7 @@
 """Pictures of a match, drawn with Pillow from its scene: what `env.scene(index)` says in plain words and numbers.
 
 A picture is drawn at twice its size and then reduced, which smooths every edge. The colours, letters and proportions
-here are also those of the page that plays a match in a browser (envs/page.py).
+here are also those of the page that plays a match in a browser (page.py).
 """
 
 import functools

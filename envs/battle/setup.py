@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from envs import paths
-from envs.battle_data import RACES, RULES, TYPES, UNITS
+from envs.battle import paths
+from envs.battle.data import RACES, RULES, TYPES, UNITS
 
 LOOPS_PER_SECOND = 16
 SCAN_AT_LEAST, UNLIMITED = 5.0, 1e9  # how far the enemy looks for targets

@@ -1,4 +1,4 @@
-"""One game of StarCraft II, as envs/worker.py plays it in a process of its own."""
+"""One game of StarCraft II, as envs/external/worker.py plays it in a process of its own."""
 
 import importlib
 from pathlib import Path

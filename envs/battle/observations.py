@@ -2,9 +2,9 @@
 
 import math
 
-from envs import paths
 from envs.batch import EPISODE, KEY, STEP
-from envs.battle_rules import (
+from envs.battle import paths
+from envs.battle.rules import (
     ATTACK,
     CONE,
     COOLDOWN,
@@ -38,7 +38,7 @@ from envs.battle_rules import (
     stat,
     traits,
 )  # fmt: skip
-from envs.vector import barrier, root, scalar, uniform
+from envs.compiler import barrier, root, scalar, uniform
 
 COSINES = tuple(F32(round(math.cos(2 * math.pi * k / FACINGS), 7)) for k in range(FACINGS))
 FIRST_SCOUT = 1 << 24  # in an enemy's LAST_ACTION: 1 + the agent that sighted it first; below: bits of who knows of it

@@ -9,7 +9,7 @@ import functools
 import numpy as np
 from numba import njit
 
-from envs import vector
+from envs import compiler
 
 WALL, LOW, RAMP, HIGH = 0, 1, 2, 3
 LETTERS = {"#": WALL, ".": LOW, "r": RAMP, "H": HIGH}
@@ -117,7 +117,7 @@ def _fill(ground, climbs, table):
             table[start, goal] = here
 
 
-_fill_table = vector.keep(njit(vector.rebind(_fill, f"fill_table_{vector.fingerprint(_fill)}")))
+_fill_table = compiler.keep(njit(compiler.rebind(_fill, f"fill_table_{compiler.fingerprint(_fill)}")))
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,7 +1,7 @@
 """Environments whose matches are played by other programs, one process each: the real game, and those of PettingZoo.
 
-A process runs envs/worker.py with a class Game: `sizes()`, `reset(seed, anew)` and `step(actions)`. One that crashes,
-dies or does not answer in time is replaced; its match is invalid. Matches cannot be copied.
+A process runs worker.py with a class Game: `sizes()`, `reset(seed, anew)` and `step(actions)`. One that crashes, dies
+or does not answer in time is replaced; its match is invalid. Matches cannot be copied.
 """
 
 import contextlib
@@ -21,9 +21,8 @@ import weakref
 import numpy as np
 import torch
 
-from envs import worker
-from envs.batch import EPISODE, FINAL, FROZEN, KEY, OVER, PLAY, RESTART, RUNNING, STAGE, STEP, Batch
-from envs.episodes import GameFailed
+from envs.batch import EPISODE, FINAL, FROZEN, KEY, OVER, PLAY, RESTART, RUNNING, STAGE, STEP, Batch, GameFailed
+from envs.external import worker
 
 IDLE = 0  # the action of those who are dead, or whose match is over
 MAX_FAILURES = 5  # of a game in a row, without a match played to its end, before giving up

@@ -15,10 +15,10 @@ from collections import namedtuple
 
 import numpy as np
 
-from envs import paths
 from envs.batch import EPISODE, KEY, RULE, TENSORS
-from envs.battle_setup import LOOPS_PER_SECOND, SPAWN_SHIFT
-from envs.vector import draw, pop_bit, root, scalar, uniform
+from envs.battle import paths
+from envs.battle.setup import LOOPS_PER_SECOND, SPAWN_SHIFT
+from envs.compiler import draw, pop_bit, root, scalar, uniform
 
 F32 = np.float32
 

@@ -1,12 +1,12 @@
 """One self-contained page that plays recorded matches in a browser: nothing is fetched, no server is needed.
 
-What is drawn is the same as envs/render.py draws; envs/page.html does it, with the colours and letters from there.
+What is drawn is the same as render.py draws; page.html does it, with the colours and letters from there.
 """
 
 import json
 from pathlib import Path
 
-from envs import render
+from envs.pictures import render
 
 MOVING = {  # what changes about a unit or hunter from frame to frame
     "units": ("x", "y", "health", "shield"),

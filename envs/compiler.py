@@ -35,8 +35,6 @@ from numba import njit, prange
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import overload
 
-from envs import files
-
 SERIAL_BELOW = 8  # matches; waking the threads costs more than playing fewer than these
 BLOCK_SIZES = (256, 128, 64, 32)  # threads; the first whose matches fit into SHARED_BYTES
 PLAIN_BLOCK = 128  # threads; for programs that work on the batch as it lies
@@ -282,7 +280,8 @@ def _announced(load):
 
 @functools.cache
 def _announce_compilation():
-    files.say("compiling, for half a minute at the first use of an environment ...", sys.stderr)
+    with contextlib.suppress(OSError, ValueError):  # it goes on where nothing can be printed
+        print("compiling, for half a minute at the first use of an environment ...", file=sys.stderr, flush=True)
 
 
 def rebind(function, name, **names):

@@ -1,9 +1,9 @@
-"""What is drawn of a battle: one match in plain words and numbers, for envs/render.py and envs/page.py."""
+"""What is drawn of a battle: one match in plain words and numbers, for envs/pictures."""
 
 import numpy as np
 
 from envs.batch import FROZEN, RUNNING, STAGE, STEP
-from envs.battle_rules import (
+from envs.battle.rules import (
     BEFORE,
     BLAST,
     COOLDOWN,
@@ -59,7 +59,7 @@ def describe(title, limit, ground, kinds, agents, real, whole, stat, match, term
     """The scene of one match.
 
     ground: rows of the terrain; kinds: names of the units; agents: how many units are allies. The arrays are those of
-    envs/battle_rules.py, without the index of the match.
+    envs/battle/rules.py, without the index of the match.
     """
     status = "running"
     if match[STAGE] != RUNNING:

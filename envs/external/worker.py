@@ -1,4 +1,4 @@
-"""A game in a process of its own: envs/processes.py starts this file and talks to it through pipes.
+"""A game in a process of its own: envs/external/processes.py starts this file and talks to it through pipes.
 
 First it is told which file has the class Game to play. Then a request is (method of Game, arguments), a reply
 (True, result) or (False, reason). The end of the requests ends the process, whatever it is doing. It imports neither

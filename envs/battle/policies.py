@@ -1,7 +1,7 @@
 """The scripted policies of the battles: one action for one agent. What it may do is avail[m, a]."""
 
 from envs.batch import EPISODE, KEY, STEP
-from envs.battle_rules import (
+from envs.battle.rules import (
     ATTACK,
     COOLDOWN,
     FAR,
@@ -28,7 +28,7 @@ from envs.battle_rules import (
     within,
     world_in_place,
 )  # fmt: skip
-from envs.vector import draw, scalar
+from envs.compiler import draw, scalar
 
 POLICIES = ("nearest", "weakest", "kite", "random", "hold")
 NEAREST, WEAKEST, KITE, RANDOM, HOLD = range(len(POLICIES))

@@ -1,4 +1,4 @@
-"""One match of a PettingZoo environment, as envs/worker.py plays it in a process of its own."""
+"""One match of a PettingZoo environment, as envs/external/worker.py plays it in a process of its own."""
 
 import importlib
 import inspect

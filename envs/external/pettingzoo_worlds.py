@@ -12,9 +12,9 @@ import time
 import numpy as np
 import torch
 
-from envs import pettingzoo_worker
 from envs.batch import RUNNING, STAGE, STEP, check_flag, check_number, check_whole_number
-from envs.processes import GameLost, Process, ProcessBatch
+from envs.external import pettingzoo_worker
+from envs.external.processes import GameLost, Process, ProcessBatch
 
 PREFIX = "pettingzoo:"
 

@@ -1,12 +1,12 @@
 """Battles after SMAC, the StarCraft multi-agent challenge: its 23 maps, observations, actions, masks and rewards.
 
-    envs/battle_rules.py         what one unit does in one game loop
-    envs/battle_observations.py  observations, state and available actions
-    envs/battle_policies.py      scripted policies
-    envs/battle_scene.py         what is drawn
-    envs/battle_setup.py         units and their places, from the tables of envs/battle_data.py
+    envs/battle/rules.py         what one unit does in one game loop
+    envs/battle/observations.py  observations, state and available actions
+    envs/battle/policies.py      scripted policies
+    envs/battle/scene.py         what is drawn
+    envs/battle/setup.py         units and their places, from the tables of envs/battle/data.py
 
-Here the rules become a program (see envs/vector.py, and `life_cycle` in envs/batch.py), and the program a batch of
+Here the rules become a program (see envs/compiler.py, and `life_cycle` in envs/batch.py), and the program a batch of
 matches with options. docs/battles.md has the rules in words.
 """
 
@@ -18,12 +18,13 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from envs import paths, vector
+from envs import compiler
 from envs.batch import LOOK, STEP, Batch, check_flag, check_number, check_range, check_whole_number, life_cycle
-from envs.battle_data import MAPS, RACES, RULES, SCENARIOS, TERRAINS, TYPES, Map, Scenario
-from envs.battle_observations import FIRST_SCOUT, POINTS, observe_match
-from envs.battle_policies import POLICIES, act_here
-from envs.battle_rules import (
+from envs.battle import paths
+from envs.battle.data import MAPS, RACES, RULES, SCENARIOS, TERRAINS, TYPES, Map, Scenario
+from envs.battle.observations import FIRST_SCOUT, POINTS, observe_match
+from envs.battle.policies import POLICIES, act_here
+from envs.battle.rules import (
     ATTACK,
     BEFORE,
     COOLDOWN,
@@ -89,9 +90,9 @@ from envs.battle_rules import (
     world_in_place,
     world_of,
 )  # fmt: skip
-from envs.battle_scene import describe
-from envs.battle_setup import MOST_AGENTS, build_kinds, build_units, resize
-from envs.vector import barrier, scalar
+from envs.battle.scene import describe
+from envs.battle.setup import MOST_AGENTS, build_kinds, build_units, resize
+from envs.compiler import barrier, scalar
 
 
 # ---- the parts of the life cycle; every unit has a lane ----
@@ -238,7 +239,7 @@ class Battle(Batch):
             check_number(option, given[option], -MOST_REWARD, MOST_REWARD)
         check_number("reward_scale_rate", reward_scale_rate, 1 / MOST_REWARD, MOST_REWARD)
         if not (map_spec is None or isinstance(map_spec, Map)):
-            raise ValueError(f"map_spec is a Map of envs/battle_data.py, not {map_spec!r}")
+            raise ValueError(f"map_spec is a Map of envs/battle/data.py, not {map_spec!r}")
         spec, v2 = scenario or map_spec or MAPS[name], scenario or FIXED_TEAMS
         terrain = OPEN_FIELD if scenario else TERRAINS[spec.terrain]
         ground, waypoints = paths.read_terrain(terrain), paths.waypoints(terrain)
@@ -325,12 +326,12 @@ class Battle(Batch):
         numbers = torch.arange(allies) - allies * torch.eye(allies, dtype=torch.long)
         self._own_first = numbers.argsort(1).to(self.device)  # (agents, agents): oneself, then the others
         tensors = {**self._tensors(), **self._constant}
-        game = Game(**{key: vector.view(tensor) for key, tensor in tensors.items()})
-        staged = vector.Staged(run_one, world_of, KEPT_REAL, KEPT_WHOLE, max(obs_dim, state_units))
-        lanes = vector.lanes_for(units)
-        self._run = vector.Runner(run_here, rule, game, self.device, lanes, staged)
-        self._act = vector.Runner(act_here, rule, game, self.device, lanes)
-        self._score = vector.Runner(score_here, rule, game, self.device, lanes)
+        game = Game(**{key: compiler.view(tensor) for key, tensor in tensors.items()})
+        staged = compiler.Staged(run_one, world_of, KEPT_REAL, KEPT_WHOLE, max(obs_dim, state_units))
+        lanes = compiler.lanes_for(units)
+        self._run = compiler.Runner(run_here, rule, game, self.device, lanes, staged)
+        self._act = compiler.Runner(act_here, rule, game, self.device, lanes)
+        self._score = compiler.Runner(score_here, rule, game, self.device, lanes)
 
     def set_units(self, x=None, y=None, health=None, shield=None, cooldown=None, energy=None, last_action=None):
         """Sets units by hand, (num_envs, allies + enemies) each, `last_action` (num_envs, n_agents) with -1 for none.

@@ -1,0 +1,1 @@
+"""Pictures of matches, and the page that plays one in a browser."""
