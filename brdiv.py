@@ -72,15 +72,20 @@ class Args:
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args)  # prints the help and exits, before the slow imports
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn as nn  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
-import envs  # noqa: E402
-from envs import checkpoints, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, gather, round_up  # noqa: E402
-from envs.gru import has_kernels, unroll  # noqa: E402
+import envs
+from training import checkpoints
+from training.args import buffer_size, check_ranges, fill_in_sizes, option, parse_args, resolve_device
+from training.episodes import CHUNK, EpisodeRunner, gather, round_up
+from training.exits import UsageError
+from training.graphs import Graphed
+from training.gru import has_kernels, unroll
+from training.log import Metrics
+from training.run import Run, seed_for, set_up_torch
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 FIELDS = ("obs", "avail", "alive", "action", "terminated", "policy")  # recorded for learning, besides reward and seat
@@ -88,7 +93,7 @@ FIELDS = ("obs", "avail", "alive", "action", "terminated", "policy")  # recorded
 
 def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device."""
-    runs.check_ranges(
+    check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
         "batch_size hidden_dim reward_scale learning_rate max_grad_norm population_size",
@@ -96,26 +101,26 @@ def check_args(args):
         non_negative="seed checkpoint_interval log_interval train_frequency target_interval diversity_weight",
     )
     if args.population_size < 2:
-        raise runs.UsageError(f"--population-size is at least 2, not {args.population_size}")
+        raise UsageError(f"--population-size is at least 2, not {args.population_size}")
     pairs = 2 * args.population_size * (args.population_size - 1)  # i with j, and as many i with i
     for name in ("eval_episodes", "final_eval_episodes"):
         if getattr(args, name) < pairs:
-            raise runs.UsageError(f"{runs.option(name)} is at least {pairs} (every pair), not {getattr(args, name)}")
-    runs.resolve_device(args)
-    runs.fill_in_sizes(args)
+            raise UsageError(f"{option(name)} is at least {pairs} (every pair), not {getattr(args, name)}")
+    resolve_device(args)
+    fill_in_sizes(args)
 
 
 def make_env(args, num_envs, device, purpose):
-    seed = runs.seed_for(args.seed, purpose)
+    seed = seed_for(args.seed, purpose)
     try:
         return envs.make(args.env_id, num_envs, device, seed, args.n_agents, check=False)
     except ValueError as error:
-        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
+        raise UsageError(f"--env-id {args.env_id}: {error}") from None
 
 
 def make_team(args, env, purpose):
     if env.n_agents < 2 or env.zero_sum or env.sides is not None:
-        raise runs.UsageError(f"--env-id {args.env_id}: this is for two or more agents on one side")
+        raise UsageError(f"--env-id {args.env_id}: this is for two or more agents on one side")
     return Pairs(env, args.population_size)
 
 
@@ -296,7 +301,7 @@ class ReplayBuffer:
 
     def __init__(self, args, episodes, device):
         self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
-        self.size = args.buffer_size = runs.buffer_size(args, episodes, self.device)
+        self.size = args.buffer_size = buffer_size(args, episodes, self.device)
         self.data, self.batch = {}, {}
         for name, values in episodes.items():
             rows, features = len(values), values.shape[2:]
@@ -305,7 +310,7 @@ class ReplayBuffer:
         self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
         self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
         self.cursor = 0
-        self.generator = torch.Generator().manual_seed(runs.seed_for(args.seed, "buffer"))
+        self.generator = torch.Generator().manual_seed(seed_for(args.seed, "buffer"))
         self.save_episodes = args.save_buffer
         self.max_length = len(episodes["reward"]) - 1
         self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
@@ -362,7 +367,7 @@ class ReplayBuffer:
         if "episodes" not in state:
             print("This run was saved without its buffer: going on with an empty one.")
             return
-        runs.check_buffer(state, self.data, self.max_length)
+        checkpoints.check_buffer(state, self.data, self.max_length)
         self.lengths = state["lengths"]
         self.cursor = state["cursor"]
         for name, values in state["episodes"].items():
@@ -382,7 +387,7 @@ class Learner:
         self.target_parameters = list(self.target_agents.parameters())
         # fused, so that an update that is not finite can be skipped without waiting for the device
         self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, fused=True, capturable=args.cuda)
-        self.metrics = runs.Metrics(env.device)
+        self.metrics = Metrics(env.device)
         self.graphed_update = Graphed(self.update, env.device)
 
     def networks(self):
@@ -482,9 +487,9 @@ def evaluate(runner, count):
 
 
 if __name__ == "__main__":
-    args = runs.parse_args(Args, __file__)
+    args = parse_args(Args, __file__)
     check_args(args)
-    device = runs.set_up_torch(args)
+    device = set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
@@ -496,7 +501,7 @@ if __name__ == "__main__":
     buffer = ReplayBuffer(args, runner.episodes, device)
     state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
 
-    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+    with Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():
             # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
             progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)

@@ -76,16 +76,22 @@ class Args:
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args)  # prints the help and exits, before the slow imports
 
-import torch  # noqa: E402
-import torch.nn as nn  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
-import envs  # noqa: E402
-from envs import checkpoints, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, round_up  # noqa: E402
-from envs.gru import has_kernels, unroll  # noqa: E402
-from envs.metrics import masked_mean  # noqa: E402
-from envs.team import Team, TellWho  # noqa: E402
+import envs
+from training import checkpoints
+from training.args import check_ranges, check_team_options, fill_in, parse_args, resolve_device
+from training.episodes import CHUNK, EpisodeRunner, round_up
+from training.exits import UsageError
+from training.graphs import Graphed
+from training.gru import has_kernels, unroll
+from training.log import Metrics
+from training.metrics import masked_mean
+from training.oracle import TellWho
+from training.run import Run, seed_for, set_up_torch
+from training.team import Team, check_common_goal
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 # recorded for learning, besides reward and seat
@@ -99,40 +105,40 @@ PYMARL = {  # with --preset pymarl
 
 def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
-    runs.check_ranges(
+    check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit encounter "
         "hidden_dim critic_dim learning_rate critic_learning_rate max_grad_norm reward_scale",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
         non_negative="seed checkpoint_interval log_interval",
     )
-    runs.check_team_options(args)
-    runs.resolve_device(args)
+    check_team_options(args)
+    resolve_device(args)
     sizes = {"num_envs": 32, "total_timesteps": 1_000_000 if args.team == "self" else 2_000_000}
     if args.cuda:
         sizes = {"num_envs": 256, "total_timesteps": 20_000_000}
     if not envs.is_simulated(args.env_id):
         sizes["num_envs"] = 8
-    runs.fill_in(args, sizes)
-    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
+    fill_in(args, sizes)
+    fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
 
 
 def make_env(args, num_envs, device, purpose):
-    seed, encounters = runs.seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
+    seed, encounters = seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
     try:
         return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
     except ValueError as error:
-        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
+        raise UsageError(f"--env-id {args.env_id}: {error}") from None
 
 
 def make_team(args, env, purpose):
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    seed, encounter = runs.seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
+    seed, encounter = seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
     learners = ("learner",)  # what --team calls the learner's seats
     try:
         return Team(env, args.team, learners, *others, seed, encounter=encounter)
     except ValueError as error:
-        raise runs.UsageError(f"--team {args.team}: {error}") from None
+        raise UsageError(f"--team {args.team}: {error}") from None
 
 
 # ALGO LOGIC: networks
@@ -328,7 +334,7 @@ class Learner:
         self.time = torch.zeros(1, dtype=torch.long, device=env.device)  # the step that the critic learns from
         self.critic_sums = torch.zeros(4, device=env.device)  # number of steps, loss, value, gradient norm: sums
         self.length_unit = round_up(-(-env.episode_limit // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
-        self.metrics = runs.Metrics(env.device)
+        self.metrics = Metrics(env.device)
         self.graphed_estimate = Graphed(self.estimate, env.device)
         self.graphed_critic_step = Graphed(self.critic_step, env.device)
         self.graphed_update = Graphed(self.update, env.device)
@@ -457,22 +463,22 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = runs.parse_args(Args, __file__, PYMARL)
+    args = parse_args(Args, __file__, PYMARL)
     check_args(args)
-    device = runs.set_up_torch(args)
+    device = set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
     if args.tell_who:
         env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
-    runs.check_common_goal(args, env, team)
+    check_common_goal(args, env, team)
     learner = Learner(args, env, team.learner_seats.shape[1])
     runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats, learner.policy), FIELDS)
     eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.agents, eval_team.learner_seats))
     state = {"runner": runner, "eval_runner": eval_runner}
 
-    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+    with Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():
             # ALGO LOGIC: play a round of episodes, learn from them
             progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)

@@ -17,9 +17,6 @@ import torch
 
 import envs
 import strangers
-from envs import checkpoints, files
-from envs.checkpoints import ROOT
-from envs.episodes import load_runner
 from envs.results import (
     COLOURS,
     crossed_difference,
@@ -32,6 +29,9 @@ from envs.results import (
     plain_text,
 )
 from sweep import Evaluation, Job, read_results
+from training import checkpoints, files
+from training.checkpoints import ROOT
+from training.episodes import load_runner
 
 BASE, ORACLE, OURS, POOL = "IQL", "oracle", "belief", "a run of the pool"
 METHODS = {

@@ -45,13 +45,18 @@ class Args:
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args)  # prints the help and exits, before the slow imports
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-import envs  # noqa: E402
-from envs import checkpoints, files, play, results, runs  # noqa: E402
-from envs.episodes import EpisodeRunner, GameFailed, ScriptedPlayer, load_runner  # noqa: E402
-from envs.team import Team  # noqa: E402
+import envs
+from envs import results
+from envs.batch import GameFailed
+from training import checkpoints, files, play
+from training.args import check_ranges, fill_in, resolve_device, words_of
+from training.episodes import EpisodeRunner, ScriptedPlayer, load_runner
+from training.exits import Exit, UsageError, exit_on_signals
+from training.run import versions
+from training.team import Team
 
 ANALYSED, ANALYSES = 64, 4  # matches that a model is measured on at a time, and how often for a row
 COLUMNS = (
@@ -79,19 +84,19 @@ def check_args(args, egos):
     """
     if not egos or not args.others:
         raise ValueError("--ego and --others name somebody")
-    runs.fill_in(args, {"encounter": 1})
-    runs.check_ranges(args, positive="episodes encounter num_envs adapt", non_negative="seed")
+    fill_in(args, {"encounter": 1})
+    check_ranges(args, positive="episodes encounter num_envs adapt", non_negative="seed")
     known = [saved for saved in (egos if any(egos.values()) else find(args.others)).values() if saved]
     if not known and not args.env_id:
         raise ValueError("there is no run among egos and others: --env-id says what scripted policies are to play")
     args.env_id = args.env_id or checkpoints.id_from_file("a run", known[0]["env_id"], "--env-id")
     args.n_agents = args.n_agents or (known[0]["args"].get("n_agents") if known else None)
-    runs.resolve_device(args)
+    resolve_device(args)
     slow_game = not envs.is_simulated(args.env_id)
-    runs.fill_in(args, {"num_envs": 8 if slow_game else 8192 if args.cuda else 512})
+    fill_in(args, {"num_envs": 8 if slow_game else 8192 if args.cuda else 512})
     env = make_env(args, 1)
     env.close()  # only its sizes are needed
-    runs.fill_in(args, {"team": f"{env.n_agents - 1}other1ego"})
+    fill_in(args, {"team": f"{env.n_agents - 1}other1ego"})
     schedule = Schedule(env, args)
     for name, saved in egos.items():
         if saved:
@@ -109,13 +114,13 @@ def check_args(args, egos):
             if (known := checkpoints.known_policies(name)) and known != (others := len(schedule.pool)):
                 raise ValueError(f"--adapt: {name} tells {known} policies apart, and there are {others} others")
     can_mix = len(schedule.pool) > 1 and schedule.seats > 1
-    runs.fill_in(args, {"groups": ("homologue", "non-homologue")[: 2 if can_mix else 1]})
+    fill_in(args, {"groups": ("homologue", "non-homologue")[: 2 if can_mix else 1]})
     if not args.groups:
         raise ValueError("--groups is homologue, non-homologue or both")
     if "non-homologue" in args.groups and not can_mix:
         raise ValueError(f"mixed teams need two others in two seats, not {len(schedule.pool)} in {schedule.seats}")
     args.episodes = -(-args.episodes // env.n_agents) * env.n_agents
-    runs.fill_in(args, {"out": Path("evaluations") / time.strftime("%Y-%m-%d_%H-%M-%S")})
+    fill_in(args, {"out": Path("evaluations") / time.strftime("%Y-%m-%d_%H-%M-%S")})
     return schedule
 
 
@@ -256,7 +261,7 @@ def adapt(args, ego, saved):
         "train_frequency": None if not envs.is_simulated(args.env_id) else 1000 if args.cuda else 100,
     }  # fmt: skip
     options = {name: value for name, value in options.items() if name in script.Args.__dataclass_fields__}
-    command = [sys.executable, script.__file__, *runs.words_of(options)]
+    command = [sys.executable, script.__file__, *words_of(options)]
     before = set(root.glob("*"))
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"--adapt: {script.__file__} failed for {ego}: {' '.join(command)}")
@@ -378,7 +383,7 @@ def main(args):
     args.others = args.others or tuple(bounds)
     if stage and not args.env_id:
         checkpoints.id_from_file(f"--bounds {args.bounds}", stage["env_id"], "--env-id")
-    runs.fill_in(args, stage)
+    fill_in(args, stage)
     checkpoints.name_scripts(args.script)
     egos = find(args.ego)
     schedule = check_args(args, egos)
@@ -406,17 +411,17 @@ def main(args):
     if args.video:
         record(args, *next(iter(egos.items())))
     about = {"command": " ".join(sys.argv), "seconds": time.monotonic() - started, "args": asdict(args)}
-    about |= {"adapted": adapted, "versions": runs.versions()}
+    about |= {"adapted": adapted, "versions": versions()}
     write_rows(args.out, about, rows)  # at the end, for it says that all is there
     print(f"{time.monotonic() - started:.1f} s; results.csv, results.json and heatmap.png are in {args.out}")
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    runs.exit_on_signals()
+    exit_on_signals()
     try:
         main(args)
     except ValueError as error:
-        raise runs.UsageError(f"error: {error}") from None
+        raise UsageError(f"error: {error}") from None
     except GameFailed as error:
-        raise runs.Exit(f"error: {error}", 1) from None
+        raise Exit(f"error: {error}", 1) from None

@@ -83,15 +83,20 @@ class Args:
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args)  # prints the help and exits, before the slow imports
 
-import torch  # noqa: E402
-import torch.nn as nn  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
-import envs  # noqa: E402
-from envs import checkpoints, runs  # noqa: E402
-from envs.episodes import EpisodeRunner, Graphed, round_up  # noqa: E402
-from envs.metrics import masked_mean  # noqa: E402
-from envs.team import Team  # noqa: E402
+import envs
+from training import checkpoints
+from training.args import check_ranges, check_unused, fill_in, parse_args, resolve_device
+from training.episodes import EpisodeRunner, round_up
+from training.exits import UsageError
+from training.graphs import Graphed
+from training.log import Metrics
+from training.metrics import masked_mean
+from training.run import Run, seed_for, set_up_torch
+from training.team import Team
 
 # recorded for learning and `analyse`, besides reward and seat
 FIELDS = ("all_obs", "all_avail", "all_alive", "all_action", "search_policy", "belief", "own_goal")
@@ -102,7 +107,7 @@ VISIT_EXPONENT = 1.5  # with a single tree the policy is visits to this power
 
 def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the environment."""
-    runs.check_ranges(
+    check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit encounter trees "
         "depth planners batch_size update_epochs hidden_dim learning_rate max_grad_norm channels gamma",
@@ -110,37 +115,37 @@ def check_args(args):
         non_negative="seed checkpoint_interval log_interval sims train_sims rollout_steps c_puct q_temperature "
         "value_coef",
     )
-    runs.check_unused(args, encounter=False)  # beliefs last for an encounter, of learners too
-    runs.resolve_device(args)
+    check_unused(args, encounter=False)  # beliefs last for an encounter, of learners too
+    resolve_device(args)
     if not envs.is_simulated(args.env_id):
-        raise runs.UsageError(f"--env-id {args.env_id}: this script looks ahead in copies of simulated matches")
+        raise UsageError(f"--env-id {args.env_id}: this script looks ahead in copies of simulated matches")
     names = ("num_envs", "total_timesteps", "sims", "planners", "batch_size", "hidden_dim")
     values = (256, 400_000, 200, 1024, 1024, 512) if args.cuda else (32, 20_000, 50, 128, 256, 128)
-    runs.fill_in(args, dict(zip(names, values)))
+    fill_in(args, dict(zip(names, values)))
     c_puct, q_temperature = (15.0, 2.0) if args.env_id.startswith("snowdrift") else (1.0, 10.0)
-    runs.fill_in(args, {"c_puct": c_puct, "q_temperature": q_temperature, "train_sims": -(-args.sims // 4)})
-    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 5, 1)})
+    fill_in(args, {"c_puct": c_puct, "q_temperature": q_temperature, "train_sims": -(-args.sims // 4)})
+    fill_in(args, {"eval_interval": max(args.total_timesteps // 5, 1)})
 
 
 def make_env(args, num_envs, device, purpose):
     try:
-        env = envs.make(args.env_id, num_envs, device, runs.seed_for(args.seed, purpose), args.n_agents, check=False)
+        env = envs.make(args.env_id, num_envs, device, seed_for(args.seed, purpose), args.n_agents, check=False)
     except ValueError as error:
-        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
+        raise UsageError(f"--env-id {args.env_id}: {error}") from None
     if args.goals and not env.goals:
-        raise runs.UsageError(f"--env-id {args.env_id} has no list of goals: --no-goals plans without them")
+        raise UsageError(f"--env-id {args.env_id} has no list of goals: --no-goals plans without them")
     return env
 
 
 def make_team(args, env, purpose):
     if env.n_agents == 1:
-        raise runs.UsageError("--n-agents 1: there is nobody to model")
+        raise UsageError("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     learners = ("hop", "learner")  # what --team calls the learner's seats
     try:
-        return Team(env, args.team, learners, *others, runs.seed_for(args.seed, purpose), encounter=args.encounter)
+        return Team(env, args.team, learners, *others, seed_for(args.seed, purpose), encounter=args.encounter)
     except ValueError as error:
-        raise runs.UsageError(f"--team {args.team}: {error}") from None
+        raise UsageError(f"--team {args.team}: {error}") from None
 
 
 # ALGO LOGIC: networks
@@ -491,7 +496,7 @@ class Learner:
         # fused, so that an update that is not finite can be skipped without waiting for the device
         self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, fused=True, capturable=args.cuda)
         self.batch = {}
-        self.metrics = runs.Metrics(env.device)
+        self.metrics = Metrics(env.device)
         self.graphed_update = Graphed(self.update, env.device)
 
     def networks(self):
@@ -610,9 +615,9 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = runs.parse_args(Args, __file__)
+    args = parse_args(Args, __file__)
     check_args(args)
-    device = runs.set_up_torch(args)
+    device = set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")
     eval_env = make_env(args, args.eval_episodes, device, "evaluation")
     team = make_team(args, env, "training")
@@ -624,7 +629,7 @@ if __name__ == "__main__":
     eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS)
     state = {"runner": runner, "eval_runner": eval_runner}
 
-    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+    with Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():
             # ALGO LOGIC: play a round of matches, learn from its decisions
             returns, lengths, won, valid = runner.play()

@@ -75,16 +75,22 @@ class Args:
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args)  # prints the help and exits, before the slow imports
 
-import torch  # noqa: E402
-import torch.nn as nn  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
-import envs  # noqa: E402
-from envs import checkpoints, runs  # noqa: E402
-from envs.episodes import EpisodeRunner, Graphed, gather  # noqa: E402
-from envs.gru import has_kernels, unroll  # noqa: E402
-from envs.rollouts import RolloutRunner  # noqa: E402
-from envs.team import Team, TellWho  # noqa: E402
+import envs
+from training import checkpoints
+from training.args import check_ranges, check_team_options, fill_in, parse_args, resolve_device
+from training.episodes import EpisodeRunner, gather
+from training.exits import UsageError
+from training.graphs import Graphed
+from training.gru import has_kernels, unroll
+from training.log import Metrics
+from training.oracle import TellWho
+from training.rollouts import RolloutRunner
+from training.run import Run, seed_for, set_up_torch
+from training.team import Team
 
 VALUE_NORM_DECAY = 0.99  # of the statistics of returns, by rollout
 CRITIC_INPUT = "agent_state"  # what the critic sees, besides last action and seat: everything, from its own view
@@ -96,47 +102,47 @@ FIELDS = (  # recorded for learning, besides reward, seat and h
 
 def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
-    runs.check_ranges(
+    check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit num_steps "
         "update_epochs num_minibatches encounter hidden_dim learning_rate max_grad_norm clip_coef",
         fractions="gamma gae_lambda teammate_epsilon checkpoint_at",
         non_negative="seed checkpoint_interval log_interval ent_coef",
     )
-    runs.check_team_options(args)
-    runs.resolve_device(args)
+    check_team_options(args)
+    resolve_device(args)
     if not envs.is_simulated(args.env_id):
-        raise runs.UsageError(f"--env-id {args.env_id}: this script plays simulated matches only")
+        raise UsageError(f"--env-id {args.env_id}: this script plays simulated matches only")
     sizes = {"num_envs": 2048, "total_timesteps": 20_000_000, "update_epochs": 2, "num_minibatches": 8}
     if not args.cuda:
         sizes = {"num_envs": 64, "total_timesteps": 1_000_000, "update_epochs": 4, "num_minibatches": 4}
         if args.team != "self":
             sizes |= {"num_envs": 512, "total_timesteps": 2_000_000}
-    runs.fill_in(args, sizes)
-    runs.fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
+    fill_in(args, sizes)
+    fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
     if args.num_envs % args.num_minibatches:
-        raise runs.UsageError(f"--num-minibatches divides --num-envs {args.num_envs}, not {args.num_minibatches}")
+        raise UsageError(f"--num-minibatches divides --num-envs {args.num_envs}, not {args.num_minibatches}")
 
 
 def make_env(args, num_envs, device, purpose):
-    seed, encounters = runs.seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
+    seed, encounters = seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
     try:
         agent_state = purpose == "training"  # nobody else needs it
         return envs.make(
             args.env_id, num_envs, device, seed, args.n_agents, encounters, agent_state=agent_state, check=False
         )
     except ValueError as error:
-        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
+        raise UsageError(f"--env-id {args.env_id}: {error}") from None
 
 
 def make_team(args, env, purpose):
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    seed, encounter = runs.seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
+    seed, encounter = seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
     learners = ("learner",)  # what --team calls the learner's seats
     try:
         return Team(env, args.team, learners, *others, seed, encounter=encounter)
     except ValueError as error:
-        raise runs.UsageError(f"--team {args.team}: {error}") from None
+        raise UsageError(f"--team {args.team}: {error}") from None
 
 
 # ALGO LOGIC: networks
@@ -286,7 +292,7 @@ class Learner:
         self.estimates |= {f"{name}_mask": self.estimates["value"] > 0 for name in ("policy", "value")}
         self.estimates["critic_h"] = torch.zeros_like(self.critic_h).unsqueeze(0)
         self.batch = {}
-        self.metrics = runs.Metrics(env.device)
+        self.metrics = Metrics(env.device)
         self.graphed_estimate = Graphed(self.estimate, env.device)
         self.graphed_update = Graphed(self.update, env.device)
 
@@ -401,9 +407,9 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = runs.parse_args(Args, __file__)
+    args = parse_args(Args, __file__)
     check_args(args)
-    device = runs.set_up_torch(args)
+    device = set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
@@ -416,7 +422,7 @@ if __name__ == "__main__":
     eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.agents, eval_team.learner_seats))
     state = {"learner": learner, "runner": runner, "eval_runner": eval_runner}
 
-    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+    with Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():
             # ALGO LOGIC: play a few steps of every match, learn from them
             learner.learn(runner.next_rollout(), run.steps / args.total_timesteps)

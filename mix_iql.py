@@ -86,16 +86,22 @@ class Args:
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args)  # prints the help and exits, before the slow imports
 
-import torch  # noqa: E402
-import torch.nn as nn  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
-import envs  # noqa: E402
-from envs import checkpoints, runs  # noqa: E402
-from envs.episodes import CHUNK, EpisodeRunner, Graphed, SideStream, gather, round_up  # noqa: E402
-from envs.gru import has_kernels, unroll  # noqa: E402
-from envs.metrics import accuracy, masked_mean, usage  # noqa: E402
-from envs.team import Team, TellWho  # noqa: E402
+import envs
+from training import checkpoints
+from training.args import buffer_size, check_ranges, check_team_options, fill_in_sizes, parse_args, resolve_device
+from training.episodes import CHUNK, EpisodeRunner, gather, round_up
+from training.exits import UsageError
+from training.graphs import Graphed, SideStream
+from training.gru import has_kernels, unroll
+from training.log import Metrics
+from training.metrics import accuracy, masked_mean, usage
+from training.oracle import TellWho
+from training.run import Run, seed_for, set_up_torch
+from training.team import Team
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 EXPERTS = ("action", "observation", "state", "return")  # what they predict
@@ -105,7 +111,7 @@ FIELDS = ("obs", "avail", "alive", "action", "reward", "all_action", "all_alive"
 
 def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
-    runs.check_ranges(
+    check_ranges(
         args,
         positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
         "batch_size encounter hidden_dim latent_dim learning_rate model_learning_rate max_grad_norm "
@@ -113,29 +119,29 @@ def check_args(args):
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
         non_negative="seed checkpoint_interval log_interval train_frequency target_interval",
     )
-    runs.check_team_options(args)
-    runs.resolve_device(args)
-    runs.fill_in_sizes(args)
+    check_team_options(args)
+    resolve_device(args)
+    fill_in_sizes(args)
 
 
 def make_env(args, num_envs, device, purpose):
-    seed, encounters = runs.seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
+    seed, encounters = seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
     try:
         return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
     except ValueError as error:
-        raise runs.UsageError(f"--env-id {args.env_id}: {error}") from None
+        raise UsageError(f"--env-id {args.env_id}: {error}") from None
 
 
 def make_team(args, env, purpose):
     if env.n_agents == 1:
-        raise runs.UsageError("--n-agents 1: there is nobody to model")
+        raise UsageError("--n-agents 1: there is nobody to model")
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    seed, encounter = runs.seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
+    seed, encounter = seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
     learners = ("mix", "learner")  # what --team calls the learner's seats
     try:
         return Team(env, args.team, learners, *others, seed, encounter=encounter)
     except ValueError as error:
-        raise runs.UsageError(f"--team {args.team}: {error}") from None
+        raise UsageError(f"--team {args.team}: {error}") from None
 
 
 # ALGO LOGIC: networks
@@ -320,7 +326,7 @@ class ReplayBuffer:
 
     def __init__(self, args, episodes, device):
         self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
-        self.size = args.buffer_size = runs.buffer_size(args, episodes, self.device)
+        self.size = args.buffer_size = buffer_size(args, episodes, self.device)
         self.data, self.batch = {}, {}
         for name, values in episodes.items():
             rows, features = len(values), values.shape[2:]
@@ -329,7 +335,7 @@ class ReplayBuffer:
         self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
         self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
         self.cursor = 0
-        self.generator = torch.Generator().manual_seed(runs.seed_for(args.seed, "buffer"))
+        self.generator = torch.Generator().manual_seed(seed_for(args.seed, "buffer"))
         self.save_episodes = args.save_buffer
         self.max_length = len(episodes["reward"]) - 1
         self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
@@ -386,7 +392,7 @@ class ReplayBuffer:
         if "episodes" not in state:
             print("This run was saved without its buffer: going on with an empty one.")
             return
-        runs.check_buffer(state, self.data, self.max_length)
+        checkpoints.check_buffer(state, self.data, self.max_length)
         self.lengths = state["lengths"]
         self.cursor = state["cursor"]
         for name, values in state["episodes"].items():
@@ -409,7 +415,7 @@ class Learner:
         groups = [{"params": self.parameters}, {"params": self.model_parameters, "lr": args.model_learning_rate}]
         # fused, so that an update that is not finite can be skipped without waiting for the device
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, fused=True, capturable=args.cuda)
-        self.metrics = runs.Metrics(env.device)
+        self.metrics = Metrics(env.device)
         self.side_stream = SideStream(env.device)
         self.graphed_update = Graphed(self.update, env.device)
 
@@ -547,9 +553,9 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = runs.parse_args(Args, __file__)
+    args = parse_args(Args, __file__)
     check_args(args)
-    device = runs.set_up_torch(args)
+    device = set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
@@ -564,7 +570,7 @@ if __name__ == "__main__":
     buffer = ReplayBuffer(args, runner.episodes, device)
     state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
 
-    with runs.Run(args, __file__, STARTED, env, learner, state) as run:
+    with Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():
             # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
             progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)

@@ -20,12 +20,13 @@ import tyro
 
 import compare
 import envs
-from envs import files
-from envs.checkpoints import ROOT
 from envs.results import crossed_difference, crossed_interval, curves, markdown, summary
-from envs.runs import UsageError, writable_folder
 from strangers import STAGES
 from sweep import Evaluation, Job, Output, check_counts, place_of, read_results, run_all
+from training import files
+from training.checkpoints import ROOT
+from training.exits import UsageError
+from training.run import writable_folder
 
 METHODS = {
     "IQL": ("iql.py",),

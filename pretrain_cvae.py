@@ -57,12 +57,24 @@ class Args:
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args)  # prints the help and exits, before the slow imports
 
-import torch  # noqa: E402
+import torch
 
-import envs  # noqa: E402
-from envs import checkpoints, play, runs  # noqa: E402
-from envs.episodes import EpisodeRunner, RandomPlayer, preserved_rng, rng_state, set_rng_state  # noqa: E402
-from envs.metrics import masked_mean  # noqa: E402
+import envs
+from training import checkpoints, play
+from training.args import (
+    PRETRAIN_TIMESTEPS,
+    check_ranges,
+    command,
+    fill_in,
+    from_command_line,
+    load_script,
+    resolve_device,
+)
+from training.episodes import EpisodeRunner, RandomPlayer, preserved_rng, rng_state, set_rng_state
+from training.exits import UsageError, exit_on_signals
+from training.log import Log, Progress, monotonic
+from training.metrics import masked_mean
+from training.run import make_folder, set_up_torch, versions, write_json
 
 PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample", "q_gradient": False,
          "inference_weight": 1.0, "bootstrap_subgoal": "same", "pretrain_updates": 5000}  # fmt: skip
@@ -87,7 +99,7 @@ class Pretraining:
         set_rng_state(self.start["rng"])
         self.runner.load_state_dict(self.start["runner"])
         self.runner.should_stop = getattr(self, "should_stop", None)  # of the run that this is part of
-        with runs.Progress("Pre-training, play of the others: ", args.pretrain_timesteps, "steps") as shown:
+        with Progress("Pre-training, play of the others: ", args.pretrain_timesteps, "steps") as shown:
             *rounds, held_out = self.runner.collect(args.pretrain_timesteps, shown.show)
         states = torch.cat([model.states(episodes, episodes["obs"])[episodes["mask"]] for episodes in rounds])
         test_states = model.states(held_out, held_out["obs"])[held_out["mask"]][:8192]
@@ -98,7 +110,7 @@ class Pretraining:
         errors = {}
         for name, first, last in (("VAE", 0, args.pretrain_updates), ("CVAE", args.pretrain_updates, self.total)):
             model.vae.requires_grad_(name == "VAE")
-            with runs.Progress(f"Pre-training, {name}: ", last - first, "updates", progress["update"] - first) as shown:
+            with Progress(f"Pre-training, {name}: ", last - first, "updates", progress["update"] - first) as shown:
                 while progress["update"] < last:
                     if name == "VAE":
                         self.update_vae(states)
@@ -170,31 +182,31 @@ def cvae_loss(args, model, episodes, matches):
 
 
 if __name__ == "__main__":
-    args = runs.from_command_line(Args, PAPER)
-    runs.exit_on_signals()
+    args = from_command_line(Args, PAPER)
+    exit_on_signals()
     positive = "num_envs encounter pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
-    runs.check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
-    runs.resolve_device(args)
+    check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
+    resolve_device(args)
     num_envs = 8 if not envs.is_simulated(args.env_id) else 1024 if args.cuda else 512
-    runs.fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": runs.PRETRAIN_TIMESTEPS[args.cuda]})
-    script = runs.load_script(args)
-    env = script.make_env(args, args.num_envs, runs.set_up_torch(args), "pre-training")
+    fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": PRETRAIN_TIMESTEPS[args.cuda]})
+    script = load_script(args)
+    env = script.make_env(args, args.num_envs, set_up_torch(args), "pre-training")
     team = script.make_team(args, env, "pre-training", stand_in=True)
     if (team.policy_id < 0).any():
-        raise runs.UsageError(f"--team {args.team} has no others to watch; omg_iql.py pre-trains by itself")
+        raise UsageError(f"--team {args.team} has no others to watch; omg_iql.py pre-trains by itself")
     model = script.OpponentModel(args, env)
-    folder, started = runs.make_folder(args, STARTED), runs.monotonic(STARTED)
-    writer = runs.Log(args, folder)
+    folder, started = make_folder(args, STARTED), monotonic(STARTED)
+    writer = Log(args, folder)
     runner = EpisodeRunner(env, team, RandomPlayer(), (*FIELDS, *["state"] * (args.subgoal_input == "state")))
     errors = Pretraining(args, model, runner).run(writer)
     content = {"algorithm": args.script, "env_id": args.env_id, "args": asdict(args), "errors": errors}
     content |= {"requirements": script.requirements(args, env), "networks": {"model": model.state_dict()}}
     results = {"command": " ".join(sys.argv), "seconds": time.monotonic() - started, **errors}
-    results |= {"args": asdict(args), "versions": runs.versions()}
-    if not checkpoints.write(content, folder / "vae.pt") or not runs.write_json(results, folder / "results.json"):
+    results |= {"args": asdict(args), "versions": versions()}
+    if not checkpoints.write(content, folder / "vae.pt") or not write_json(results, folder / "results.json"):
         raise SystemExit(1)
     if args.subgoal_input != "state" and env.simulated and hasattr(env, "scene"):
         writer.add_image("pretrain/rebuilt", play.reconstruction(runner, model), args.pretrain_updates)
     writer.close()
     same = ("paper", "env_id", "n_agents", "team", "pool", "latent_dim", "subgoal_input", "predict")
-    print("use it with:", runs.command(args, PAPER if args.paper else {}, same, vae=folder / "vae.pt"))
+    print("use it with:", command(args, PAPER if args.paper else {}, same, vae=folder / "vae.pt"))

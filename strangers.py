@@ -17,10 +17,12 @@ from typing import Literal
 import tyro
 
 import envs
-from envs import files, runs
-from envs.checkpoints import ROOT
 from envs.results import far_apart
 from sweep import Evaluation, Job, check_counts, place_of, read_results, run_all
+from training import files
+from training.args import fill_in
+from training.checkpoints import ROOT
+from training.run import versions, writable_folder
 
 
 @dataclass
@@ -77,14 +79,14 @@ class Args:
     ray_address: str | None = None  # a Ray cluster to run on, such as auto
 
 
-def fill_in(args):
+def set_sizes(args):
     if args.quick:
         defaults = {"runs": 1, "responses": 1, "timesteps": 3000, "episodes": 8}
         defaults["out"] = f"strangers/quick_{args.stage}"
     else:
         steps = STAGES[args.stage].timesteps if args.cuda else 500_000
         defaults = {"runs": 3, "responses": 3, "timesteps": steps, "episodes": 1024, "out": f"strangers/{args.stage}"}
-    runs.fill_in(args, defaults)
+    fill_in(args, defaults)
     check_counts(args, (*defaults, "jobs", "runs_per_gpu"))
 
 
@@ -147,15 +149,15 @@ def manifest_of(args, plan, root):
     return {
         "stage": args.stage, "env_id": stage.env_id, "measure": measure, "team": f"{env.n_agents - 1}other1learner",
         "encounter": stage.encounter, "pool": [name(one) for one in plan.pool], "strangers": strangers,
-        "args": asdict(args), "command": " ".join(["python strangers.py", *sys.argv[1:]]), "versions": runs.versions(),
+        "args": asdict(args), "command": " ".join(["python strangers.py", *sys.argv[1:]]), "versions": versions(),
     }  # fmt: skip
 
 
 def main():
     args = tyro.cli(Args)
     files.drop_what_cannot_be_printed()
-    fill_in(args)
-    plan, root = make_plan(args), runs.writable_folder(args.out)
+    set_sizes(args)
+    plan, root = make_plan(args), writable_folder(args.out)
     with contextlib.closing(place_of(args, root)) as place:
         if not run_all(plan.jobs, place, root):
             return 1

@@ -61,10 +61,12 @@ class Args:
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args)  # prints the help and exits, before the slow imports
 
-from envs import files, runs  # noqa: E402
-from envs.cluster import LOST, OnRay, Process, leads_outside  # noqa: E402
-from envs.results import COLOURS, curves, has_sides, is_done, load_results, marl_eval, rows_of, table  # noqa: E402
-from envs.search import Search, parse_space  # noqa: E402
+from envs.cluster import LOST, OnRay, Process, leads_outside
+from envs.results import COLOURS, curves, has_sides, is_done, load_results, marl_eval, rows_of, table
+from envs.search import Search, parse_space
+from training import files
+from training.exits import NO_MEMORY, Exit, UsageError, not_ignored
+from training.run import writable_folder
 
 
 # ---- jobs ----
@@ -169,36 +171,36 @@ def check_args(args, extra):
     for script in args.script:
         find_script(script)
     if leads_outside(args.report) or Path(args.report).name != args.report:
-        raise runs.UsageError(f"--report {args.report} is a name, not a path: the report is in --run-root")
+        raise UsageError(f"--report {args.report} is a name, not a path: the report is in --run-root")
     check_counts(args, ("seeds", "first_seed", "jobs", "runs_per_gpu", "trials"))
     if args.search and (args.vary or len(args.script) > 1):
-        raise runs.UsageError("--search takes one script, and its options instead of --vary")
+        raise UsageError("--search takes one script, and its options instead of --vary")
     for env_id in args.env_ids if args.search and options_of(extra, ("team",))[1:] in ([], ["self"]) else ():
         if has_sides(env_id):
             message = (
                 f"--search ranks by a return, and both sides of {env_id} may learn: say who does, -- --team scripted"
             )
-            raise runs.UsageError(message)
+            raise UsageError(message)
     stems = [Path(script).stem for script in args.script]
     if len(set(stems)) < len(stems):
-        raise runs.UsageError(f"--script: several of one name, which is all that runs have of it: {' '.join(stems)}")
+        raise UsageError(f"--script: several of one name, which is all that runs have of it: {' '.join(stems)}")
     chosen = [setting[0] for setting in args.vary if setting] + [word.partition("=")[0] for word in args.search]
     chosen = [name.replace("_", "-") for name in chosen]
     own = {"env-id": "--env-ids", "seed": "--seeds", "cuda": "--cuda before --", "run-root": "--run-root before --"}
     own |= {"exp-name": "--report", "resume": "the same command again", "time-limit": "Ctrl-C"}
     for name, instead in own.items():
         if options_of(extra, (name,)) or name in chosen:
-            raise runs.UsageError(f"--{name} is the sweep's to set: use {instead}")
+            raise UsageError(f"--{name} is the sweep's to set: use {instead}")
     for setting in args.vary:
         if len(setting) < 2:
             example = "learning-rate 1e-3 5e-4"
-            raise runs.UsageError(f"--vary takes an option and its values, such as {example}, not {setting}")
+            raise UsageError(f"--vary takes an option and its values, such as {example}, not {setting}")
 
 
 def check_counts(args, names):
     for name in names:
         if isinstance(getattr(args, name), int) and getattr(args, name) < 1:
-            raise runs.UsageError(f"--{name.replace('_', '-')} is from 1 up, not {getattr(args, name)}")
+            raise UsageError(f"--{name.replace('_', '-')} is from 1 up, not {getattr(args, name)}")
 
 
 def find_script(name):
@@ -206,7 +208,7 @@ def find_script(name):
     beside = Path(__file__).resolve().parent
     path = next((path for path in (Path(name), beside / name) if path.is_file()), None)
     if path is None:
-        raise runs.UsageError(f"--script {name}: there is no such file, here or in {beside}")
+        raise UsageError(f"--script {name}: there is no such file, here or in {beside}")
     return path.resolve()
 
 
@@ -230,7 +232,7 @@ def search_of(args, extra):
     try:
         return Search(parse_space(args.search), args.trials, key, path, root, jobs_with)
     except ValueError as error:
-        raise runs.UsageError(error) from None
+        raise UsageError(error) from None
 
 
 # ---- where jobs run ----
@@ -300,7 +302,7 @@ def place_of(args, folder):
     try:
         return OnRay(args, folder) if args.ray_address else Here(args, folder)
     except ValueError as error:
-        raise runs.UsageError(error) from None
+        raise UsageError(error) from None
 
 
 @contextlib.contextmanager
@@ -358,7 +360,7 @@ class Terminal:
 def stop_signals():
     """A list that signals to end are noted in, so that the runs can save before this ends."""
     noted = []
-    numbers = runs.not_ignored()
+    numbers = not_ignored()
     before = [signal.signal(number, lambda number, frame: noted.append(number)) for number in numbers]
     try:
         yield noted
@@ -373,9 +375,9 @@ def run_all(jobs, place, root, run_root=".", more=None):
     Where there is room for more, `more(jobs that are not through)` is asked for it, and `jobs` grows.
     """
     root, terminal, began = Path(root), Terminal(), time.monotonic()
-    runs.writable_folder(root / "logs")
+    writable_folder(root / "logs")
     if link := files.first_link(root / "logs", itself=True):
-        raise runs.UsageError(f"{link} is a link: what would be written to it may be somebody else's")
+        raise UsageError(f"{link} is a link: what would be written to it may be somebody else's")
     done, running = {job for job in jobs if job.done(root)}, {}
     waiting = [job for job in jobs if job not in done]
     crashes, losses, given_up, why = Counter(), Counter(), {}, {}
@@ -384,7 +386,7 @@ def run_all(jobs, place, root, run_root=".", more=None):
         try:
             lock_job(job, root).release()
         except ValueError as error:
-            raise runs.UsageError(error) from None
+            raise UsageError(error) from None
     if done:
         terminal.tell(f"{len(done)} of {len(jobs)} runs are done already")
 
@@ -401,7 +403,7 @@ def run_all(jobs, place, root, run_root=".", more=None):
         """For lack of open files or processes: it starts when another job has ended."""
         reason = error.strerror or error
         if not running:
-            raise runs.Exit(f"{job.name} cannot be started ({reason})", 1)
+            raise Exit(f"{job.name} cannot be started ({reason})", 1)
         crowded.add(job)
         waiting.insert(0, job)
         terminal.tell(f"{job.name} waits ({reason})")
@@ -426,7 +428,7 @@ def run_all(jobs, place, root, run_root=".", more=None):
         try:
             process = place.start(job, root, run_root, resume, log, lock)
         except ValueError as error:
-            raise runs.UsageError(error) from None
+            raise UsageError(error) from None
         except OSError as error:
             lock.release()
             return postpone(job, error)
@@ -444,7 +446,7 @@ def run_all(jobs, place, root, run_root=".", more=None):
         elif code == LOST:
             losses[job] += 1
             terminal.tell(f"{job.name} lost its node{'' if losses[job] < LOSSES else ' too often'}: {process.line()}")
-        elif code == runs.NO_MEMORY and running:
+        elif code == NO_MEMORY and running:
             crowded.add(job)
             terminal.tell(f"{job.name} waits for memory: {process.line()}")
             return waiting.insert(0, job)

@@ -43,12 +43,13 @@ try:
 except ImportError:  # Windows
     resource = None
 
-import envs  # noqa: E402
-import iql  # noqa: E402
-import omg_iql  # noqa: E402
-from envs import runs  # noqa: E402
-from envs.episodes import load_runner  # noqa: E402
-from envs.team import Team  # noqa: E402
+import envs
+import iql
+import omg_iql
+from training.args import size_limits
+from training.episodes import load_runner
+from training.exits import SIGNALS
+from training.team import Team
 
 MEMORY = 12 * 2**30  # bytes that a child may have
 REFUSALS = (ValueError, TypeError, RuntimeError)
@@ -253,11 +254,11 @@ CODES = (0, 1, 2, 130, 143)  # what a program may end with
 
 
 def module_of(script):
-    return importlib.import_module("envs.play" if script == "play" else script)
+    return importlib.import_module("training.play" if script == "play" else script)
 
 
 def path_of(script):
-    return ROOT / ("envs/play.py" if script == "play" else f"{script}.py")
+    return ROOT / ("training/play.py" if script == "play" else f"{script}.py")
 
 
 def flag(name):
@@ -289,7 +290,7 @@ def words_for(rng, script):
 def run_script(script, words, patience=8.0):
     """What came of a command line: it ends with one of CODES, says why in one line, and obeys signals."""
     argv, hook, thread_hook = sys.argv, sys.excepthook, threading.excepthook
-    handlers = {number: signal.getsignal(number) for number in runs.SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     ended, errors = threading.Event(), io.StringIO()
     threading.Thread(target=interrupt, args=(ended, patience), daemon=True).start()
     sys.argv = [str(path_of(script)), *words]
@@ -309,8 +310,8 @@ def run_script(script, words, patience=8.0):
         sys.argv, sys.excepthook, threading.excepthook = argv, hook, thread_hook
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        while runs._size_limits:
-            runs._size_limits.pop().remove()
+        while size_limits:
+            size_limits.pop().remove()
     if "Traceback" in errors.getvalue() or code not in CODES or "\n" in message or len(message) > 2000:
         last = (errors.getvalue().strip().splitlines() or [message])[-1]
         places = [line.strip() for line in errors.getvalue().splitlines() if line.startswith("  File ")]

@@ -25,9 +25,9 @@ import tyro
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for hop.py
 
-import hop  # noqa: E402
-from envs import runs  # noqa: E402
-from envs.episodes import Inputs  # noqa: E402
+import hop
+from training.args import check_ranges
+from training.episodes import Inputs
 
 SCRIPTS = ("RAND", "NS", "NH")
 METHODS = {"HOP": (), "direct-OM": ("--no-goals",)}
@@ -241,7 +241,7 @@ def main(args):
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
     positive = "seeds jobs timesteps adapt learned_timesteps trees episodes encounter planners"
-    runs.check_ranges(args, positive=positive, non_negative="sims train_sims rollout_steps")
+    check_ranges(args, positive=positive, non_negative="sims train_sims rollout_steps")
     if args.speed:
         for steps in args.rollout_steps:
             speed(args, steps)

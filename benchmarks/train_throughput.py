@@ -21,7 +21,7 @@ import torch
 import tyro
 
 import envs
-from envs import checkpoints
+from training import checkpoints
 
 ROOT = Path(__file__).parent.parent
 NEVER = "1000000000000"  # steps that no row gets to

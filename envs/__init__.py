@@ -12,9 +12,7 @@ import difflib
 import importlib.metadata
 import importlib.util
 import inspect
-import sys
 from numbers import Integral
-from pathlib import Path
 
 import gymnasium
 import torch
@@ -47,11 +45,6 @@ KINDS = {  # the class of each id; the real game's is imported when it is asked 
     **dict.fromkeys(SNOWDRIFTS, Snowdrift),
 }
 PATTERNS = ("stag_hunt_{height}x{width}_{hares}h{stags}s", foraging.FORM, "simple_tag_{predators}v{prey}")
-
-
-_scripts = Path(__file__).parent / "scripts"  # in a wheel only
-if sys.argv[:1] == ["-m"] and _scripts.is_dir():  # python -m envs.scripts.omg_iql: scripts import each other by name
-    sys.path.append(str(_scripts))
 
 
 def _version():

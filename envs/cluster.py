@@ -1,7 +1,7 @@
 """Scripts as processes, here or on the nodes of a Ray cluster, which get files in messages and send files back.
 
 Nodes need not have this project: what runs there is pickled with everything that it uses of this file and
-envs/files.py.
+training/files.py.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from envs.files import write_bytes
+from training.files import write_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 LOST = "lost"  # what becomes of a script whose node is gone, in place of an exit code
@@ -87,13 +87,13 @@ class OnRay:
         except Exception as error:  # Ray has many
             cause = (str(error) or repr(error)).strip().splitlines()[0][:200]
             raise ValueError(f"--ray-address {args.ray_address}: {cause}") from None
-        for name in (__name__, "envs.files"):
+        for name in (__name__, "training.files"):
             ray.cloudpickle.register_pickle_by_value(sys.modules[name])  # nodes do not have them
         demand = {"num_cpus": 0, "num_gpus": 1 / args.runs_per_gpu} if args.cuda else {"num_cpus": 1}
         self.runner = ray.remote(**demand, scheduling_strategy="SPREAD")(Runner)
         self.code = {
             path.relative_to(ROOT).as_posix(): path.read_bytes()
-            for pattern in ("*.py", "envs/**/*.py", "envs/**/*.html")
+            for pattern in ("*.py", "envs/**/*.py", "envs/**/*.html", "training/**/*.py")
             for path in sorted(ROOT.glob(pattern))
         }
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 import envs
-from envs import files
-from envs.runs import wilson_interval
+from training import files
+from training.run import wilson_interval
 
 COLOURS = (
     "#000000", "#56B4E9", "#009E73", "#CC79A7", "#E69F00", "#D55E00", "#888888", "#0072B2", "#A89C00",

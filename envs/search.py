@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
-from envs import files
 from envs.results import SIDE, load_results, metric_of
+from training import files
 
 FAILURES = 3  # trials that may fail before one succeeds
 DRAWS = 100  # how often Optuna is asked for a setting that is new

@@ -11,7 +11,7 @@ import torch
 from scripts import SCRIPTS, scramble
 
 import pretrain_cvae
-from envs.episodes import EpisodeRunner
+from training.episodes import EpisodeRunner
 
 CPU = torch.device("cpu")
 NO_LOG = SimpleNamespace(add_scalar=lambda *_: None)

@@ -25,7 +25,8 @@ import omg_iql
 import qmix
 import qtran
 import vdn
-from envs import checkpoints, runs
+from training import checkpoints
+from training.exits import SIGNALS
 
 # TensorBoard reads the logs of a second in the order of their names, which end in a number that counts the writers of a
 # process: 10 would come before 9. Runs of their own have a process each; those of the tests share one.
@@ -99,7 +100,7 @@ def train(name, folder, **options):
 
 def run_script(words):
     """The same, with the words of its command line."""
-    argv, hook, handlers = sys.argv, sys.excepthook, {number: signal.getsignal(number) for number in runs.SIGNALS}
+    argv, hook, handlers = sys.argv, sys.excepthook, {number: signal.getsignal(number) for number in SIGNALS}
     sys.argv = words
     try:
         return runpy.run_path(sys.argv[0], run_name="__main__")

@@ -14,9 +14,10 @@ from test_td import ACTIONS, ROWS, SEATS, make_batch, plain_returns, with_garbag
 import brdiv
 import envs
 import iql
-from envs import checkpoints
-from envs.episodes import EpisodeRunner, load_player, load_runner
-from envs.team import Team, can_stack, read_pool
+from training import checkpoints
+from training.episodes import EpisodeRunner, load_player, load_runner
+from training.stacked import can_stack
+from training.team import Team, read_pool
 
 CPU = torch.device("cpu")
 POPULATION = 3

@@ -12,8 +12,9 @@ from test_team import compare_with_scripts
 
 import envs
 import evaluate
-from envs import checkpoints, play
-from envs.team import Team, can_stack, read_pool
+from training import checkpoints, play
+from training.stacked import can_stack
+from training.team import Team, read_pool
 
 
 def write_copy(path, original, *changes):

@@ -18,7 +18,7 @@ PAGES = [
 ]
 SCRIPT_FILES = [f"{name}.py" for name in (*ALL_SCRIPTS, "pretrain_cvae", "evaluate", "strangers", "sweep", "paper")]
 BENCHMARKS = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
-PROGRAMS = [*SCRIPT_FILES, "envs/play.py", *sorted(BENCHMARKS - {"benchmarks/rmsprop.py"})]  # which has no options
+PROGRAMS = [*SCRIPT_FILES, "training/play.py", *sorted(BENCHMARKS - {"benchmarks/rmsprop.py"})]  # which has no options
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 KEY = re.compile(r"`((?:charts|losses|eval|final|best|best_script|brdiv|omg?|pretrain)/\w+(?:/\w+)?)`")
 OF_OTHER_PROGRAMS = re.compile(r"\b(?:tensorboard|ray start|ruff check|pip install) [^#`\n]*")
@@ -85,14 +85,14 @@ def commands(text):
     """(program, options) of every command with python; options behind ` -- ` are those of another program."""
     for line in text.replace("\\\n", " ").splitlines():
         for found in re.finditer(r"python (?:-m (envs\.play)|([\w/]+\.py))([^#`|;&]*)", line):
-            program = "envs/play.py" if found[1] else found[2]
+            program = "training/play.py" if found[1] else found[2]
             yield program, re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", found[3].partition(" -- ")[0])
 
 
 def test_commands_are_found():
     text = "`python iql.py --cuda` and\npython sweep.py --seeds 5 \\\n  --vary tau 1 -- --gamma 1  # --not-this\n"
     assert list(commands(text)) == [("iql.py", ["--cuda"]), ("sweep.py", ["--seeds", "--vary"])]
-    assert list(commands("python -m envs.play 3m --out a.gif")) == [("envs/play.py", ["--out"])]
+    assert list(commands("python -m envs.play 3m --out a.gif")) == [("training/play.py", ["--out"])]
 
 
 @EVERY_PAGE

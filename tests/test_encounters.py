@@ -13,11 +13,13 @@ import belief_iql
 import envs
 import evaluate
 import iql
-from envs import checkpoints, kuhn
-from envs.episodes import EpisodeRunner, Inputs, RandomPlayer, load_runner
+from envs import kuhn
 from envs.matrix_games import MEMORY_ONE
-from envs.metrics import calibration
-from envs.team import Team, TellWho
+from training import checkpoints
+from training.episodes import EpisodeRunner, Inputs, RandomPlayer, load_runner
+from training.metrics import calibration
+from training.oracle import TellWho
+from training.team import Team
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TRAINING = 80  # rounds

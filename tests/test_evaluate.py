@@ -15,7 +15,7 @@ from scripts import MODEL_SCRIPTS, TEAM_SCRIPTS, write_run
 
 import envs
 import evaluate
-from envs.episodes import Inputs, load_player, load_runner
+from training.episodes import Inputs, load_player, load_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from envs import gru
+from training import gru
 
 
 class FakeCuda:

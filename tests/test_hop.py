@@ -12,10 +12,10 @@ from test_runs import assert_same_run
 
 import envs
 import hop
-from envs import play
 from envs.batch import KEY
-from envs.episodes import EpisodeRunner, Inputs, load_player
-from envs.team import Team
+from training import play
+from training.episodes import EpisodeRunner, Inputs, load_player
+from training.team import Team
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")
 EVERY_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])

@@ -19,9 +19,11 @@ import evaluate
 import iql
 import omg_iql
 import sweep
-from envs import checkpoints, files, play, runs
-from envs.episodes import load_runner
-from envs.team import Team, read_pool
+from training import checkpoints, files, play
+from training.args import parse_args, size_limits
+from training.episodes import load_runner
+from training.run import initialise_from
+from training.team import Team, read_pool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,7 +133,7 @@ def test_a_file_names_no_code(original, tmp_path, monkeypatch):
     ego = {"ego": (str(run),), "others": ("random",), "out": tmp_path / "out"}
     for load, option in {
         lambda: resume(run): "--env-id",
-        lambda: play.main(play.Args(policy=str(run))): "python -m envs.play",
+        lambda: play.main(play.Args(policy=str(run))): "python -m training.play",
         lambda: evaluate.main(evaluate.Args(**ego)): "--env-id",
         lambda: evaluate.main(evaluate.Args(**{**ego, "ego": ("random",), "others": (str(run),)})): "--env-id",
         lambda: evaluate.main(evaluate.Args(**{**ego, "bounds": manifest})): "--env-id",
@@ -139,11 +141,11 @@ def test_a_file_names_no_code(original, tmp_path, monkeypatch):
     }.items():
         assert refused(load).endswith(f"is of an environment whose code runs only if you name it: {option} {bad}")
     assert not Path("called").exists()
-    monkeypatch.setattr(runs, "exit_on_signals", lambda: None)
+    monkeypatch.setattr("training.args.exit_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["iql.py", "--resume", str(run), "--env-id", bad])
-    assert runs.parse_args(iql.Args, "iql.py").env_id == bad
-    while runs._size_limits:
-        runs._size_limits.pop().remove()
+    assert parse_args(iql.Args, "iql.py").env_id == bad
+    while size_limits:
+        size_limits.pop().remove()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")
@@ -179,11 +181,11 @@ def test_a_file_does_not_say_where_the_log_goes(original, tmp_path, monkeypatch)
     _, content, _ = original
     bad = put(put(content, "args/track", True), "args/wandb_entity", "theirs")
     torch.save(bad, tmp_path / "checkpoint.pt")
-    monkeypatch.setattr(runs, "exit_on_signals", lambda: None)
+    monkeypatch.setattr("training.args.exit_on_signals", lambda: None)
     for words, expected in (([], (False, None)), (["--track", "--wandb-entity", "mine"], (True, "mine"))):
         monkeypatch.setattr(sys, "argv", ["iql.py", "--resume", str(tmp_path), *words])
-        args = runs.parse_args(iql.Args, "iql.py")
-        runs._size_limits.pop().remove()
+        args = parse_args(iql.Args, "iql.py")
+        size_limits.pop().remove()
         assert (args.track, args.wandb_entity) == expected
 
 
@@ -203,7 +205,7 @@ def test_files_of_other_kinds(original, content, tmp_path):
         lambda: resume(tmp_path),
         lambda: load_runner(tmp_path, env),
         lambda: read_pool([str(tmp_path)], env),
-        lambda: runs.initialise_from(tmp_path, SimpleNamespace(env=env)),
+        lambda: initialise_from(tmp_path, SimpleNamespace(env=env)),
         lambda: omg_iql.load_vae(vae, env, None),
     ):
         assert str(tmp_path) in refused(load)

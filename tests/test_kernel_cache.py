@@ -232,8 +232,7 @@ BATTLE, BATTLE_POLICIES, HUNT, HUNT_POLICIES = range(4)
 def test_every_program_goes_by_what_it_is_made_of_and_nothing_else(tmp_path):
     copy_of_envs(tmp_path)
     edits = [
-        ("runs.py", None, "SPARE = 1\n", []),
-        ("episodes.py", None, "SPARE = 1\n", []),
+        ("pictures/render.py", None, "SPARE = 1\n", []),
         ("battle/scene.py", None, "SPARE = 1\n", []),
         ("battle/setup.py", "SPAWN_SHIFT = 0.1", "SPAWN_SHIFT = 0.2", [BATTLE]),
         ("battle/paths.py", "return climbs or abs(a - b) < HIGH - LOW", "return abs(a - b) < HIGH - LOW", [BATTLE]),
@@ -275,9 +274,9 @@ def test_edited_rules_are_played(tmp_path):
         "    env.reset(seed=0)\n"
         "print(float(env.step([[1, 1]])[1][0, 0]), len(recorder.buffer))"
     )
-    rules, runs = tmp_path / "envs" / "matrix_games.py", tmp_path / "envs" / "runs.py"
+    rules, other = tmp_path / "envs" / "matrix_games.py", tmp_path / "envs" / "pictures" / "render.py"
     seen = [run_in(tmp_path, program, NUMBA_CACHE_DIR=str(tmp_path / "cache"))]
-    runs.write_text(runs.read_text(encoding="utf-8") + "\nSPARE = 1\n", encoding="utf-8")
+    other.write_text(other.read_text(encoding="utf-8") + "\nSPARE = 1\n", encoding="utf-8")
     seen.append(run_in(tmp_path, program, NUMBA_CACHE_DIR=str(tmp_path / "cache")))
     before = rules.read_text(encoding="utf-8")
     rules.write_text(before.replace("reward[m, a] = game.payoff", "reward[m, a] = 7 * game.payoff"), encoding="utf-8")

@@ -20,10 +20,11 @@ from torch.distributions import kl_divergence as torch_kl_divergence
 import envs
 import omg_iql
 import pretrain_cvae
-from envs import checkpoints
-from envs.episodes import EpisodeRunner, SideStream, load_runner, visible_last_action
-from envs.metrics import exchanged, halves, hit_ratio, last_alive_row, linear_probe, place_errors, usage
-from envs.team import Team
+from training import checkpoints
+from training.episodes import EpisodeRunner, load_runner, visible_last_action
+from training.graphs import SideStream
+from training.metrics import exchanged, halves, hit_ratio, last_alive_row, linear_probe, place_errors, usage
+from training.team import Team
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -792,7 +793,7 @@ def test_a_run_loads_exactly_what_pretraining_saved(pretrained, tmp_path, capsys
     file = pretrained() / "vae.pt"
     expected = checkpoints.read(file)["networks"]["model"]
     with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:  # stops when it is about to play
-        patch.setattr("envs.runs.Run.in_progress", lambda run: (run.save(), sys.exit()))
+        patch.setattr("training.run.Run.in_progress", lambda run: (run.save(), sys.exit()))
         train("omg_iql", tmp_path / "start", vae=file, **HUNT)
     (folder,) = (tmp_path / "start").iterdir()
     assert_same_weights(model_of(folder), expected)

@@ -26,10 +26,12 @@ from reference import (
 from scripts import MODEL_SCRIPTS, NOT_TRAINED, SCRIPTS, stopped, train, write_run
 
 import envs
-from envs import checkpoints, play, runs
-from envs.episodes import EpisodeRunner, Graphed, load_runner
-from envs.team import Team
 from pretrain_cvae import Pretraining
+from training import checkpoints, play
+from training.episodes import EpisodeRunner, load_runner
+from training.graphs import Graphed
+from training.run import Run, seed_for
+from training.team import Team
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = pytest.mark.parametrize("name", MODEL_SCRIPTS)
@@ -345,7 +347,7 @@ def test_the_loss_unrolls_what_was_played(name, env_id, team):
     learner.learn(buffer, 1)
     hook.remove()
     q = next(outputs for outputs in unrolled if len(outputs) > 1)  # OMG's bootstrap makes single steps
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(runs.seed_for(learner.args.seed, "buffer")))
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(seed_for(learner.args.seed, "buffer")))
     for place, match in enumerate(order.tolist()):
         length = int(lengths[match])
         expected = torch.stack([step[match] for step in acted[:length]])
@@ -550,9 +552,9 @@ def test_a_run_on_the_gpu_is_captured_and_repeats_exactly(name, tmp_path):
 def test_a_run_repeats_exactly_also_if_it_is_stopped_and_resumed(name, complete, tmp_path, monkeypatch):
     expected, options = complete(name)["run"].folder, options_of(name)
     assert_same_runs(expected, train(name, tmp_path / "again", **options)["run"].folder)
-    count = runs.Run.count
+    count = Run.count
     with monkeypatch.context() as patch:  # a signal in each round
-        patch.setattr(runs.Run, "count", lambda *values: count(*values) or signal.raise_signal(signal.SIGTERM))
+        patch.setattr(Run, "count", lambda *values: count(*values) or signal.raise_signal(signal.SIGTERM))
         folder = stopped(name, tmp_path, time_limit=1e6, **options)
         steps = [checkpoints.read_run(folder)["progress"]["steps"]]
         assert stopped(name, tmp_path, time_limit=1e6, resume=folder, **options) == folder

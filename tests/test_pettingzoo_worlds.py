@@ -11,7 +11,7 @@ from scripts import train
 from worlds import assert_same, shown
 
 import envs
-from envs.episodes import GameFailed
+from envs.batch import GameFailed
 
 SPREAD = "pettingzoo:mpe2.simple_spread_v3"
 # Agent a leaves after LIFE[a] steps; its actions, observations and masks differ from the others'.

@@ -1,4 +1,4 @@
-"""Scenes, pictures, what `python -m envs.play` writes, and the page in a real browser."""
+"""Scenes, pictures, what `python -m training.play` writes, and the page in a real browser."""
 
 import base64
 import dataclasses
@@ -20,9 +20,9 @@ from PIL import Image, ImageColor
 from scripts import NOT_TRAINED
 
 import envs
-from envs import checkpoints, play
 from envs.battle.data import MAPS, TERRAINS
 from envs.pictures import page, render
+from training import checkpoints, play
 
 STOP, NORTH, ATTACK = 1, 2, 6
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -417,8 +417,8 @@ def test_a_window_without_a_screen_is_rejected(monkeypatch):
 SCRIPT = """
 from dataclasses import dataclass
 
-from envs import checkpoints
-from envs.team import Team
+from training import checkpoints
+from training.team import Team
 
 @dataclass
 class Args:
@@ -536,7 +536,7 @@ def test_a_wheel_outside_the_checkout_plays_a_trained_run(tmp_path, complete_run
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"envs"}, "nothing lies beside it"
     assert (site / "envs" / "py.typed").is_file() and (site / "envs" / "page.html").is_file()
     variables = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    words = ["-m", "envs.play", "--policy", str(complete_run("iql", "matrix_ipd")["run"].folder)]
+    words = ["-m", "training.play", "--policy", str(complete_run("iql", "matrix_ipd")["run"].folder)]
     played = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert played.returncode == 0 and "match 0: return" in played.stdout, played.stderr
     # every script starts; in one process, as each takes seconds to import

@@ -11,10 +11,10 @@ from test_runs import assert_same_run
 import envs
 import ippo
 import iql
-from envs import checkpoints
-from envs.episodes import EpisodeRunner, Inputs, load_player
-from envs.rollouts import RolloutRunner
-from envs.team import Team
+from training import checkpoints
+from training.episodes import EpisodeRunner, Inputs, load_player
+from training.rollouts import RolloutRunner
+from training.team import Team
 
 STEPS, MATCHES, SEATS, ACTIONS, OBS, STATE = 12, 5, 3, 4, 6, 7
 EVERY_SCRIPT = pytest.mark.parametrize("name", POLICY_SCRIPTS)

@@ -18,7 +18,7 @@ from worlds import shown
 import envs
 from envs import predator_prey
 from envs.pettingzoo import parallel_env
-from envs.team import Team
+from training.team import Team
 
 NONE, LEFT, RIGHT, DOWN, UP = range(5)
 POLICIES = ("chase", "close", "far", "fellow", "loyal", "random")

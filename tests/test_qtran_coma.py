@@ -34,8 +34,8 @@ from test_td import (
 import coma
 import envs
 import qmix
-from envs.episodes import EpisodeRunner, Inputs, load_player
-from envs.team import Team
+from training.episodes import EpisodeRunner, Inputs, load_player
+from training.team import Team
 
 OBS = 2 * ACTIONS
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU here")

@@ -1,4 +1,4 @@
-"""Runs of the training scripts and envs/runs.py: what they write, how they stop and resume, and what they reject."""
+"""Runs of the training scripts and training/run.py: what they write, how they stop and resume, and what they reject."""
 
 import contextlib
 import importlib.util
@@ -42,14 +42,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import envs
 import iql
 import omg_iql
-from envs import checkpoints, files, runs
 from envs.battle.battle import Battle
-from envs.checkpoints import read
-from envs.episodes import EpisodeRunner, ScriptedPlayer, Stopped, load_runner
 from envs.external.starcraft2 import StarCraft2
 from envs.results import curves as curves_of
 from envs.results import load_results, rows_of, table
-from envs.team import Team, read_pool
+from training import checkpoints, files
+from training.args import buffer_size, default_buffer_size, free_memory, parse_args
+from training.checkpoints import read
+from training.episodes import EpisodeRunner, ScriptedPlayer, Stopped, load_runner
+from training.exits import NO_MEMORY, UsageError
+from training.log import Log, Metrics, Progress, duration
+from training.run import Run, initialise_from, make_folder, seed_for, set_up_torch, summary_of, write_json
+from training.team import Team, read_pool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EVERY_SCRIPT = pytest.mark.parametrize("name", SCRIPTS)
@@ -185,10 +189,10 @@ def test_the_best_script_plays_the_matches_of_the_evaluation(env_id, encounter):
         runner = EpisodeRunner(env, team, ScriptedPlayer(env, policy))
         runner.evaluate(10)
         before = runner.state_dict()
-        results[policy] = runs.summary_of(*runner.evaluate(20))
+        results[policy] = summary_of(*runner.evaluate(20))
     args, bar = iql.Args(final_eval_episodes=20), Mock()
     run = SimpleNamespace(state={"eval_runner": runner}, args=args, before_evaluation=before, bar=bar, _set_bar=Mock())
-    found = runs.Run._best_script(run)
+    found = Run._best_script(run)
     results = {policy: results[policy] for policy in env.default_others or env.policies}
     run._set_bar.assert_called_once_with("scripts in the learner's seat: ", len(results), "policies")
     assert [call.args for call in bar.show.call_args_list] == [(number + 1,) for number in range(len(results))]
@@ -196,7 +200,7 @@ def test_the_best_script_plays_the_matches_of_the_evaluation(env_id, encounter):
     assert found == {"policy": best, **results[best]}
     assert len({str(result) for result in results.values()}) == len(results)
     runner.team.used = []  # nobody else plays
-    assert runs.Run._best_script(SimpleNamespace(state={"eval_runner": runner})) is None
+    assert Run._best_script(SimpleNamespace(state={"eval_runner": runner})) is None
 
 
 def test_the_last_line_says_what_the_learner_is_worth(tmp_path, capsys):
@@ -244,15 +248,15 @@ def test_a_final_evaluation_has_done_the_matches_of_whole_rounds():
     bar = SimpleNamespace(unit="matches", show=lambda done: shown.append(done))
     for before, expected in ((0, 32), (2, 0)):
         shown = []
-        runs.Run.show_progress(SimpleNamespace(bar=bar, state={"eval_runner": eval_runner}, rounds_before=before))
+        Run.show_progress(SimpleNamespace(bar=bar, state={"eval_runner": eval_runner}, rounds_before=before))
         assert shown == [expected]
 
 
 def test_progress_in_a_file_is_a_line_every_few_seconds(monkeypatch, capsys):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(runs.Progress, "started", 990.0)
-    with runs.Progress("playing: ", 2000, "steps", 400) as progress:
+    monkeypatch.setattr(Progress, "started", 990.0)
+    with Progress("playing: ", 2000, "steps", 400) as progress:
         for done in range(600, 2001, 200):
             now[0] += 2
             progress.show(done, f"error {done / 1000}")
@@ -267,7 +271,7 @@ def test_progress_in_a_file_is_a_line_every_few_seconds(monkeypatch, capsys):
         "   29.0 s  playing: 2,000 of 2,000 steps (100%), 0 s left: error 2.0",
         "playing: 2,000 steps, 19 s: error 2.0",
     ]
-    assert [runs.duration(seconds) for seconds in (0.4, 99, 100, 5999, 6000)] == [
+    assert [duration(seconds) for seconds in (0.4, 99, 100, 5999, 6000)] == [
         "0 s",
         "99 s",
         "2 min",
@@ -279,7 +283,7 @@ def test_progress_in_a_file_is_a_line_every_few_seconds(monkeypatch, capsys):
 def test_progress_in_a_terminal_is_one_bar_that_moves_within_a_round(tmp_path, monkeypatch, capsys):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(runs, "BAR_INTERVAL", 0.0)
+    monkeypatch.setattr("training.log.BAR_INTERVAL", 0.0)
     names = train("omg_iql", tmp_path, env_id="stag_hunt_4x4", total_timesteps=400, log_interval=1e9)
     shown = [part for part in re.split(r"[\r\n]", terminal.getvalue()) if "steps [" in part and "Pre" not in part]
     rounds = names["run"].progress["episodes"] / 4
@@ -396,7 +400,7 @@ def test_a_run_stopped_after_every_round_equals_one_that_was_not(complete_run, n
 @pytest.mark.parametrize("name", ["iql", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SCRIPTS)[1:])])
 def test_a_run_reads_no_memory_that_was_not_written(complete_run, name, tmp_path, monkeypatch):
     """With NaN in all memory that torch hands out, which `set_up_torch` prevents for speed, it is the same run."""
-    expected, set_up_torch = complete_run(name)["run"].folder, runs.set_up_torch
+    expected = complete_run(name)["run"].folder
 
     def set_up_and_fill(args):
         device = set_up_torch(args)
@@ -405,7 +409,7 @@ def test_a_run_reads_no_memory_that_was_not_written(complete_run, name, tmp_path
         assert torch.empty(9).isnan().all()
         return device
 
-    monkeypatch.setattr(runs, "set_up_torch", set_up_and_fill)
+    monkeypatch.setattr("training.run.set_up_torch", set_up_and_fill)
     assert_same_run(expected, train(name, tmp_path)["run"].folder)
     assert torch.utils.deterministic.fill_uninitialized_memory
 
@@ -441,7 +445,7 @@ def test_a_run_repeats_exactly_in_another_process(complete_run, tmp_path):
 def test_a_run_killed_before_its_results_finds_the_same_on_resuming(complete_run, tmp_path, monkeypatch):
     """With the clock set back at every look, too."""
     with monkeypatch.context() as patched:
-        patched.setattr(runs, "write_json", Mock(side_effect=Killed))
+        patched.setattr("training.run.write_json", Mock(side_effect=Killed))
         patched.setattr(time, "time", itertools.count(2e9, -3600.0).__next__)
         with pytest.raises(Killed):
             train("iql", tmp_path, env_id="stag_hunt_4x4")
@@ -494,7 +498,7 @@ def test_a_run_without_its_resume_file_resumes_with_new_matches(tmp_path, capsys
 def parse(monkeypatch, name, *words):
     """The arguments of a command line; those of the run where it resumes one."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
-    return runs.parse_args(SCRIPTS[name].Args, f"{name}.py")
+    return parse_args(SCRIPTS[name].Args, f"{name}.py")
 
 
 def test_arguments_of_a_resumed_run(complete_run, tmp_path, monkeypatch):
@@ -713,8 +717,9 @@ def test_a_full_disk_does_not_end_a_run(room, tmp_path, monkeypatch, capsys):
     """From its second save on there is no room, until its fourth: it goes on, and saves then."""
     options = {"total_timesteps": 1500, "checkpoint_interval": 0}
     expected = outcome(train("iql", tmp_path / "undisturbed", **options)["run"].folder)
-    monkeypatch.setattr(runs, "RETRY", 0)
-    save, saved, disk = runs.Run.save, [], contextlib.ExitStack()
+    for module in ("log", "run"):
+        monkeypatch.setattr(f"training.{module}.RETRY", 0)
+    save, saved, disk = Run.save, [], contextlib.ExitStack()
 
     def save_on_a_full_disk(self):
         if len(saved) == 1:
@@ -724,7 +729,7 @@ def test_a_full_disk_does_not_end_a_run(room, tmp_path, monkeypatch, capsys):
         saved.append(save(self))
         return saved[-1]
 
-    monkeypatch.setattr(runs.Run, "save", save_on_a_full_disk)
+    monkeypatch.setattr(Run, "save", save_on_a_full_disk)
     with disk:
         folder = train("iql", tmp_path, **options)["run"].folder
     assert saved[:4] == [True, False, False, True] and all(saved[3:])
@@ -750,10 +755,10 @@ def test_lines_that_cannot_be_printed_are_dropped(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError("full"))))
         assert not checkpoints.write({}, tmp_path / "missing" / "file")
-        assert not runs.write_json({}, tmp_path / "missing" / "file")
-        log = runs.Log(iql.Args(), tmp_path)
+        assert not write_json({}, tmp_path / "missing" / "file")
+        log = Log(iql.Args(), tmp_path)
         log._write(Mock(side_effect=OSError("full")))
-        assert log.failed and runs.UsageError("wrong").code == 2
+        assert log.failed and UsageError("wrong").code == 2
     read, write = os.pipe()
     os.close(read)  # as by `| head`
     for file in ("/dev/full", write):
@@ -773,22 +778,22 @@ def test_lines_that_cannot_be_printed_are_dropped(tmp_path, monkeypatch):
 
 
 def test_a_run_whose_folder_is_gone_ends(tmp_path, monkeypatch):
-    count = runs.Run.count
-    monkeypatch.setattr(runs.Run, "count", lambda self, *numbers: shutil.rmtree(self.folder) or count(self, *numbers))
+    count = Run.count
+    monkeypatch.setattr(Run, "count", lambda self, *numbers: shutil.rmtree(self.folder) or count(self, *numbers))
     with pytest.raises(SystemExit, match=r"the run folder .* is gone: nothing can be saved"):
         train("iql", tmp_path, checkpoint_interval=0)
 
 
 def test_runs_started_at_once_have_folders_of_their_own(tmp_path):
     args = iql.Args(run_root=str(tmp_path / "runs"))
-    found = [runs.make_folder(args, 1000.0) for _ in range(3)]
+    found = [make_folder(args, 1000.0) for _ in range(3)]
     assert [folder.name for folder in found] == [f"3m__iql__1__1000{suffix}" for suffix in ("", "-2", "-3")]
     (tmp_path / "file").touch()
     for root in (tmp_path / "file", tmp_path / "file" / "runs", "\0"):
         with pytest.raises(SystemExit, match=r"--run-root .*: no folder can be made there"):
-            runs.make_folder(iql.Args(run_root=str(root)), 0)
+            make_folder(iql.Args(run_root=str(root)), 0)
     with pytest.raises(SystemExit, match=r"no folder can be made there \(File name too long\)") as end:
-        runs.make_folder(iql.Args(run_root=str(tmp_path), exp_name="x" * 300), 0)
+        make_folder(iql.Args(run_root=str(tmp_path), exp_name="x" * 300), 0)
     assert end.value.code == 2
     with pytest.raises(SystemExit, match=r"--exp-name is a name without a path, not 'v1\.\.2'"):
         iql.check_args(iql.Args(exp_name="v1..2"))  # its checkpoint would not be accepted
@@ -853,9 +858,9 @@ def test_exit_codes(tmp_path, monkeypatch):
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path, monkeypatch):
     """As by nohup: who logs out does not stop the run."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    count = runs.Run.count
+    count = Run.count
     monkeypatch.setattr(
-        runs.Run, "count", lambda self, *numbers: signal.raise_signal(signal.SIGHUP) or count(self, *numbers)
+        Run, "count", lambda self, *numbers: signal.raise_signal(signal.SIGHUP) or count(self, *numbers)
     )
     try:
         assert (train("iql", tmp_path)["run"].folder / "results.json").exists()
@@ -919,7 +924,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, monkeypatch):
     torch.save({"algorithm": "iql", "progress": Malicious(trace)}, tmp_path / "checkpoint.pt")
     for load in (
         lambda: parse(monkeypatch, "iql", "--resume", tmp_path),
-        lambda: runs.initialise_from(tmp_path, SimpleNamespace(env=env)),
+        lambda: initialise_from(tmp_path, SimpleNamespace(env=env)),
         lambda: load_runner(tmp_path, env),
         lambda: read_pool([str(tmp_path)], env),
         lambda: checkpoints.read_networks(tmp_path / "checkpoint.pt", {}),
@@ -931,7 +936,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, monkeypatch):
 
 # ---- logging ----
 def test_metrics_are_means_over_the_updates_since_the_last_log():
-    metrics = runs.Metrics(CPU)
+    metrics = Metrics(CPU)
     assert metrics.pop() == {}
     for number in (1.0, 2.0, 6.0):
         finite = metrics.add({"loss": torch.tensor(number, requires_grad=True), "shares": torch.tensor([number, -1.0])})
@@ -949,7 +954,7 @@ def test_metrics_are_means_over_the_updates_since_the_last_log():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["loss", "shares"])
 def test_metrics_name_what_is_not_finite_and_do_not_count_it(name, bad):
-    metrics = runs.Metrics(CPU)
+    metrics = Metrics(CPU)
     good = {"loss": torch.tensor(1.0), "shares": torch.tensor([2.0, 3.0]), "norm": torch.tensor([[4.0]])}
     metrics.add(good)
     metrics.check_finite()
@@ -1026,7 +1031,7 @@ def test_weights_that_are_not_finite_are_not_saved(stopped, tmp_path, monkeypatc
                     raise Stopped
             return True
 
-        monkeypatch.setattr(runs.Run, "save_due", damaged)
+        monkeypatch.setattr(Run, "save_due", damaged)
         name = "networks.agents.fc1.weight" if part == "weights" else r"optimizer\.state\.0\.exp_avg"
         with pytest.raises(SystemExit, match=f"{name} was not finite; the last good checkpoint is "):
             train("iql", tmp_path / part)
@@ -1113,18 +1118,19 @@ def test_default_sizes_on_the_cpu(env_id, team, sizes):
 # ---- memory ----
 def test_a_buffer_of_the_largest_size_that_is_suggested_fits(monkeypatch):
     episodes = {"obs": torch.zeros(9, 2, 1000)}
-    monkeypatch.setattr(runs, "free_memory", lambda device: 10_000_000)
+    monkeypatch.setattr("training.args.free_memory", lambda device: 10_000_000)
     with pytest.raises(SystemExit, match=r"--buffer-size 250 would") as stop:
-        runs.buffer_size(iql.Args(buffer_size=251), episodes, CPU)
-    assert stop.value.code == runs.NO_MEMORY
-    assert runs.buffer_size(iql.Args(buffer_size=250), episodes, CPU) == 250
+        buffer_size(iql.Args(buffer_size=251), episodes, CPU)
+    assert stop.value.code == NO_MEMORY
+    assert buffer_size(iql.Args(buffer_size=250), episodes, CPU) == 250
 
 
 def test_lack_of_memory_is_a_line_and_an_exit_code():
     """Which sweep.py knows."""
-    code = "import sys; from envs import runs; sys.excepthook = runs.report_lack_of_memory; raise MemoryError('none')"
+    code = "import sys\nfrom training import exits\n"
+    code += "sys.excepthook = exits.report_lack_of_memory\nraise MemoryError('none')"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (runs.NO_MEMORY, "out of memory: none\n")
+    assert (ended.returncode, ended.stderr) == (NO_MEMORY, "out of memory: none\n")
 
 
 @pytest.mark.parametrize(
@@ -1148,7 +1154,7 @@ def test_lack_of_memory_is_a_line_and_an_exit_code():
 )
 def test_default_buffer_size(options, kilobytes, size):
     args = iql.Args(**{"num_envs": 4, "batch_size": 4, **options})
-    assert runs.default_buffer_size(args, kilobytes * 1024) == size
+    assert default_buffer_size(args, kilobytes * 1024) == size
 
 
 def test_a_run_saves_the_buffer_size_that_it_chose(tmp_path, capsys):
@@ -1162,7 +1168,7 @@ def test_a_run_saves_the_buffer_size_that_it_chose(tmp_path, capsys):
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux reports it")
 def test_memory_that_caches_files_counts_as_free():
-    assert runs.free_memory(CPU) >= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    assert free_memory(CPU) >= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 
 
 # ---- start-up ----
@@ -1188,7 +1194,7 @@ def test_a_run_does_not_import_torch_compile(name, tmp_path):
 OPTIMIZER_STEPS = """
 import sys
 import torch
-from envs import checkpoints, files, runs
+from training import run
 
 for make in (
     lambda p: torch.optim.Adam([{"params": p[:1]}, {"params": p[1:], "lr": 0.03}], 0.01, eps=1e-5, fused=True),
@@ -1196,7 +1202,7 @@ for make in (
     lambda p: torch.optim.RMSprop(p, 0.01),
 ):
     if sys.argv[1] == "ours":
-        runs._do_not_import_torch_compile()  # every run of a process does
+        run._do_not_import_torch_compile()  # every run of a process does
     torch.manual_seed(0)
     network = torch.nn.Linear(7, 5)
     optimizer = make(list(network.parameters()))
@@ -1280,7 +1286,7 @@ def test_wandb_mirrors_the_log_and_a_run_that_goes_on_goes_on_there(tmp_path):
 
 
 def test_rows_of_pretraining_come_before_the_steps_in_wandb(tmp_path):
-    log, logged = runs.Log(omg_iql.Args(pretrain_updates=100), tmp_path), []
+    log, logged = Log(omg_iql.Args(pretrain_updates=100), tmp_path), []
     log.wandb = SimpleNamespace(log=lambda row, step: logged.append((row, step)), finish=lambda: None)
     log.add_scalar("pretrain/kl", 3.0, 110)
     log.add_scalar("charts/SPS", 5.0, 7)
@@ -1291,7 +1297,7 @@ def test_rows_of_pretraining_come_before_the_steps_in_wandb(tmp_path):
 
 
 def test_random_numbers_depend_on_the_seed_and_the_purpose():
-    seeds = {runs.seed_for(seed, purpose) for seed in range(100) for purpose in ("training", "evaluation", "buffer")}
+    seeds = {seed_for(seed, purpose) for seed in range(100) for purpose in ("training", "evaluation", "buffer")}
     assert len(seeds) == 300 and all(0 <= seed < 2**63 for seed in seeds)
     matches = {}
     for seed in (1, 2):

@@ -22,11 +22,12 @@ import pytest
 import torch
 
 import envs
-from envs import episodes
+from envs.batch import GameFailed
 from envs.battle.data import MAPS, TERRAINS, TYPES
-from envs.episodes import EpisodeRunner, GameFailed, RandomPlayer, Stopped
 from envs.external import processes, starcraft2, worker
-from envs.team import Team
+from training import episodes
+from training.episodes import EpisodeRunner, RandomPlayer, Stopped
+from training.team import Team
 
 NO_OP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
 FAKE = Path(__file__).parent / "fake_smac"

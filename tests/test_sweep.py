@@ -26,7 +26,8 @@ from scripts import ROOT, run_script
 import evaluate
 import paper
 import sweep
-from envs import cluster, files, results, search
+from envs import cluster, results, search
+from training import files
 
 TOY = ROOT / "tests" / "toy_script.py"
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")

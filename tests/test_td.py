@@ -10,9 +10,10 @@ from scripts import ALL_SCRIPTS, TEAM_SCRIPTS, make_learner, matrix_game, two_st
 
 import iql
 import qmix
-from envs import runs
-from envs.episodes import EpisodeRunner, RandomPlayer
-from envs.team import Team
+from training.args import from_command_line
+from training.episodes import EpisodeRunner, RandomPlayer
+from training.run import wilson_interval
+from training.team import Team
 
 CPU = torch.device("cpu")
 SEATS, ACTIONS, STATE, ROWS = 3, 4, 5, 17
@@ -556,9 +557,9 @@ def test_hidden_state_and_last_action_start_anew_with_each_match():
 
 
 def test_wilson_interval():
-    assert runs.wilson_interval(5, 10) == pytest.approx([0.2366, 0.7634], abs=1e-4)
-    assert runs.wilson_interval(0, 10) == pytest.approx([0.0, 0.2775], abs=1e-4)
-    assert all(runs.wilson_interval(0, n)[0] >= 0 and runs.wilson_interval(n, n)[1] <= 1 for n in range(1, 1100))
+    assert wilson_interval(5, 10) == pytest.approx([0.2366, 0.7634], abs=1e-4)
+    assert wilson_interval(0, 10) == pytest.approx([0.0, 0.2775], abs=1e-4)
+    assert all(wilson_interval(0, n)[0] >= 0 and wilson_interval(n, n)[1] <= 1 for n in range(1, 1100))
 
 
 # ---- tiny games ----
@@ -619,7 +620,7 @@ def test_the_target_network_can_be_a_copy_every_few_updates(name):
 def test_a_preset_has_pymarls_settings_and_options_go_before_them(name, monkeypatch):
     script = ALL_SCRIPTS[name]
     monkeypatch.setattr("sys.argv", [f"{name}.py", "--preset", "pymarl", "--learning-rate", "0.001"])
-    args = runs.from_command_line(script.Args, script.PYMARL)
+    args = from_command_line(script.Args, script.PYMARL)
     published = {"gamma": 0.99, "reward_scale": 1.0, "total_timesteps": 2_050_000, "eval_interval": 10_000}
     if name == "coma":
         published |= {"num_envs": 8, "td_lambda": 0.8, "start_e": 0.5, "end_e": 0.01, "critic_learning_rate": 0.0005}

@@ -9,9 +9,10 @@ import torch
 from scripts import SCRIPTS, write_run
 
 import envs
-from envs.checkpoints import env_sizes
-from envs.episodes import EpisodeRunner, Inputs, RandomPlayer, SeatSelection, load_player, load_runner
-from envs.team import PoolRun, RunPlayer, Team, can_stack, read_pool
+from training.checkpoints import env_sizes
+from training.episodes import EpisodeRunner, Inputs, RandomPlayer, SeatSelection, load_player, load_runner
+from training.stacked import can_stack
+from training.team import PoolRun, RunPlayer, Team, read_pool
 
 LEARNERS = ("omg", "iql_omg", "learner")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,9 +15,9 @@ import sys
 
 import torch
 
-from envs import checkpoints
 from envs.batch import memory_of
-from envs.episodes import EpisodeRunner
+from training import checkpoints
+from training.episodes import EpisodeRunner
 
 # Matches of the longest kind in a round, at least: with fewer more steps are of matches without an end, with more new
 # team-mates come later. Of encounters that are one episode there are two.

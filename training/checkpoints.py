@@ -25,7 +25,7 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import envs
-from envs import files
+from training import files
 
 INSTALLED = Path(__file__).parent / "scripts"  # where a wheel has the training scripts
 ROOT = INSTALLED if INSTALLED.is_dir() else Path(__file__).parent.parent
@@ -407,3 +407,20 @@ def load_optimizer(optimizer, saved):
             if not torch.is_tensor(value) or value.shape != shape or value.dtype != parameter.dtype:
                 raise ValueError(f"the optimizer's {_short(name)} {number} is {_short(value)}")
     optimizer.load_state_dict(saved)
+
+
+def check_buffer(state, data, max_length):
+    """Raises a ValueError if the state of a replay buffer with such `data` cannot be right."""
+    lengths, size = state["lengths"], len(next(iter(data.values()))[0])
+    filled = int((lengths > 0).sum())
+    if lengths.shape != (size,) or lengths.dtype != torch.int64 or not 0 <= number(state, "cursor", int) < size:
+        raise ValueError(f"the buffer has {tuple(lengths.shape)} lengths from {state['cursor']} on, not ({size},)")
+    if lengths.min() < 0 or lengths.max() > max_length:
+        raise ValueError(f"lengths of episodes are from 0 to {max_length}, not {lengths.min()} to {lengths.max()}")
+    for name, values in data.items():
+        expected = (len(values), filled, *values.shape[2:])
+        found = state["episodes"][name]
+        if found.shape != expected or found.dtype != values.dtype:
+            raise ValueError(
+                f"the buffer's {name} is {found.dtype} {tuple(found.shape)}, not {values.dtype} {expected}"
+            )

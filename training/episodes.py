@@ -25,14 +25,14 @@ and may have
 """
 
 import contextlib
-import gc
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from envs import checkpoints
 from envs.batch import GameFailed, memory_of
+from training import checkpoints
+from training.graphs import Graphed
 
 CHUNK = 8  # steps captured in one CUDA graph, between two checks whether all matches are over
 MAX_INVALID_ROUNDS = 20  # in a row, before giving up
@@ -65,87 +65,6 @@ def visible_last_action(visible, last_action):
     visible (matches, seats, n_agents), of `env.visible`; last_action (matches, n_agents)
     """
     return torch.where(visible, last_action.unsqueeze(1), -1).to(torch.int16)
-
-
-class Graphed:
-    """Calls a function of a batch, a dictionary of tensors. On CUDA it is captured as a graph and replayed.
-
-    There is one graph for each set of tensors, told apart by memory and shape. One is replayed at a time, so they use
-    the same memory: nothing that the function allocates may be read after it.
-    """
-
-    on_call = None  # called without arguments with every call of any of them: something gets on
-
-    def __init__(self, function, device):
-        self.function = function
-        self.capture = device.type == "cuda"
-        self.graphs = {}
-        if self.capture:
-            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-
-    def __call__(self, batch=None):
-        arguments = () if batch is None else (batch,)
-        if Graphed.on_call is not None:
-            Graphed.on_call()
-        if not self.capture:
-            self.function(*arguments)
-            return
-        key = tuple((values.data_ptr(), values.shape) for values in (batch or {}).values())
-        if key not in self.graphs:  # the first call warms up
-            self.graphs[key] = None
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                self.function(*arguments)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return
-        if self.graphs[key] is None:
-            self.graphs[key] = self._captured(arguments)
-        self.graphs[key].replay()
-
-    def _captured(self, arguments):
-        graph = torch.cuda.CUDAGraph()
-        gc.disable()  # memory freed during a capture would end it
-        try:
-            with torch.cuda.graph(graph, pool=self.pool):
-                self.function(*arguments)
-        finally:
-            gc.enable()
-        return graph
-
-    def clear(self):
-        """Discards the graphs, because the function has changed."""
-        self.graphs.clear()
-        if self.capture:
-            self.pool = torch.cuda.graph_pool_handle()  # the old one ends with its last graph
-
-
-class SideStream:
-    """`with side_stream:` runs its block on a second CUDA stream, beside what follows, up to `join()`.
-
-    A `join()` in the block waits for what stands above it. On the CPU everything runs in order.
-    """
-
-    def __init__(self, device):
-        self.stream, self.main = None, None
-        if device.type == "cuda":
-            self.stream, self.main = torch.cuda.Stream(), torch.cuda.current_stream()
-
-    def __enter__(self):
-        if self.stream is not None:
-            self.main = torch.cuda.current_stream()
-            self.stream.wait_stream(self.main)
-            self.context = torch.cuda.stream(self.stream)
-            self.context.__enter__()
-
-    def __exit__(self, *error):
-        if self.stream is not None:
-            self.context.__exit__(*error)
-
-    def join(self, *shared):
-        """`shared` tensors, which the backward passes of both streams read, are not freed before the next `join`."""
-        if self.stream is not None:
-            self.main.wait_stream(self.stream)
-            self.shared = shared
 
 
 class EpisodeRunner:

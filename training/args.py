@@ -1,0 +1,271 @@
+"""The options of a script: parsing them, also of a run that is continued; ranges, the device, and sizes.
+
+args = parse_args(Args, __file__)
+"""
+
+import importlib.util
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import tyro
+
+import envs
+from training import checkpoints, files
+from training.exits import NO_MEMORY, Exit, UsageError, exit_on_signals
+
+LARGEST = {
+    **dict.fromkeys(("hidden_dim", "latent_dim", "mixing_dim", "hypernet_dim", "horizon"), 2**13),
+    **dict.fromkeys(("joint_dim", "critic_dim"), 2**13),
+    "joint_layers": 2**4,
+    **dict.fromkeys(("num_steps", "update_epochs"), 2**13),  # a run is stopped after them, not before
+    **dict.fromkeys(("sims", "train_sims", "rollout_steps", "trees", "depth"), 2**13),
+    **dict.fromkeys(("num_envs", "batch_size"), 2**22),
+}
+PRETRAIN_TIMESTEPS = (100_000, 2_000_000)  # by default, on the CPU and on the GPU
+OUTWARD = ("track", "wandb_project_name", "wandb_entity", "wandb_group")  # no file says where a log goes
+CHANGEABLE = (*OUTWARD, "resume", "time_limit", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
+FOUND_OUT = ("n_policies",)  # options of earlier versions that a run has set by itself, and does not need any more
+
+size_limits = []  # of a run to continue, until its networks are loaded
+
+
+def option(name):
+    return f"--{name.replace('_', '-')}"
+
+
+def words_of(options):
+    """Options by name as words of a command; None is left out."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(option(name) if value else option(f"no_{name}"))
+        elif value is not None:
+            words += [option(name), *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return words
+
+
+def with_defaults(args_class, changed):
+    """The arguments of a script with other defaults; those that it does not have are left out."""
+    names = args_class.__dataclass_fields__.keys()
+    return args_class(**{name: value for name, value in changed.items() if name in names})
+
+
+def command(args, changed, names, **more):
+    """What runs args.script with those options that do not have its defaults, `changed` among these."""
+    defaults = with_defaults(type(args), changed)
+    options = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(defaults, name)}
+    return shlex.join(["python", f"{args.script}.py", *words_of({**options, **more})])
+
+
+def from_command_line(args_class, settings=None):
+    """The arguments of the command line; `settings` are other defaults, which --paper or --preset asks for."""
+    args = tyro.cli(args_class)
+    if not (getattr(args, "paper", False) or getattr(args, "preset", None)):
+        return args
+    return tyro.cli(args_class, default=with_defaults(args_class, settings))
+
+
+def parse_args(args_class, script, settings=None):
+    """The same, with the runs that a pool's patterns name; a resumed run keeps what it had, and rejects others."""
+    args = from_command_line(args_class, settings)
+    exit_on_signals()
+    if hasattr(args, "pool"):
+        args.pool = expanded(args.pool)
+    if not args.resume:
+        return args
+    if args.init:
+        raise UsageError("--init starts a new run and --resume continues an old one: give one of them")
+    folder = Path(args.resume)
+    try:
+        saved = checkpoints.read_run(folder)
+    except ValueError as error:
+        raise UsageError(f"--resume {folder}: {error}") from None
+    if owner := files.is_locked(folder):
+        raise UsageError(f"--resume {folder} is in use by {owner}")
+    try:
+        if args.env_id != saved["env_id"]:  # what is typed may name code
+            checkpoints.id_from_file(f"--resume {folder}", saved["env_id"], "--env-id")
+    except ValueError as error:
+        raise UsageError(error) from None
+    if link := files.first_link(folder):
+        raise UsageError(f"--resume {folder}: {link} is a link, through which a run would write elsewhere")
+    if saved["algorithm"] != Path(script).stem:
+        raise UsageError(f"--resume {folder} is a run of {saved['algorithm']}.py")
+    if saved["progress"]["complete"] and (folder / "results.json").exists():
+        raise UsageError(f"--resume {folder}: that run is complete")
+    unfinished_copy = not saved["progress"]["complete"] and saved.get("resume") is None
+    if unfinished_copy or (folder.resolve().parent / "checkpoint.pt").exists():
+        raise UsageError(f"--resume {folder}: that is a copy for pools, which cannot be continued; its run can")
+    defaults = asdict(args_class())
+    saved["args"] = {name: value for name, value in saved["args"].items() if name not in FOUND_OUT}
+    if unknown := saved["args"].keys() - defaults.keys():
+        raise UsageError(f"--resume {folder} is of another version: it has {', '.join(sorted(map(str, unknown)))}")
+    try:
+        checkpoints.check_types("it", args_class, saved["args"])
+    except ValueError as error:
+        raise UsageError(f"--resume {folder}: {error}") from None
+    size_limits.append(checkpoints.limit_sizes(folder, saved, UsageError))  # until they are loaded
+    previous = {**defaults, **saved["args"]}  # an older run may lack an option
+    if "pool" in previous:  # an older run may have patterns there
+        others = (path for path in expanded(previous["pool"]) if Path(path).resolve() != folder.resolve())
+        previous["pool"] = tuple(others)
+    of_command_line = {name: getattr(args, name) for name in OUTWARD if hasattr(args, name)}
+    kept = {**previous, **of_command_line, "resume": None, "time_limit": None}
+    given = tyro.cli(args_class, default=args_class(**kept))
+    if previous.get("track") and not given.track:
+        print("This run was mirrored by Weights and Biases: --track (with --wandb-entity, ...) goes on with it.")
+    if "pool" in previous and is_pool(given.pool, previous["pool"]):
+        given.pool = previous["pool"]
+    invalid = [
+        f"{option(name)} {previous[name]} (not {value})"
+        for name, value in asdict(given).items()
+        if name not in CHANGEABLE and value != previous[name]
+    ]
+    if invalid:
+        raise UsageError(f"--resume {folder} has {', '.join(invalid)}")
+    return given
+
+
+def expanded(pool):
+    """A pool with the runs that its patterns name now, so that they are the same whenever the run is resumed."""
+    return tuple(str(name) for pattern in pool for name in checkpoints.find_runs(pattern) or [pattern])
+
+
+def is_pool(typed, saved):
+    """Whether a pool that is typed again names a saved one: its patterns may name other runs by now, too."""
+    plain = {name for name in typed if expanded([name]) == (name,)}
+    return plain <= set(saved) <= {*expanded(typed)}
+
+
+def load_script(args):
+    """The script of --script."""
+    try:
+        return checkpoints.load_script(args.script, f"--script {args.script}:", [f"{args.script}.py"])
+    except ValueError as error:
+        raise UsageError(error) from None
+
+
+def check_ranges(args, positive="", non_negative="", fractions=""):
+    """Rejects numbers out of range; each parameter lists names of arguments. None is accepted."""
+    ranges = (
+        (positive, "above 0", lambda x: x > 0),
+        (non_negative, "from 0 up", lambda x: x >= 0),
+        (fractions, "from 0 to 1", lambda x: 0 <= x <= 1),
+    )
+    for names, allowed, accepts in ranges:
+        for name in names.split():
+            value = getattr(args, name)
+            numbers = value if isinstance(value, (tuple, list)) else [] if value is None else [value]
+            if not all(map(accepts, numbers)):
+                raise UsageError(f"{option(name)} is {allowed}, not {value}")
+            if not all(number <= LARGEST.get(name, 2**62) for number in numbers):
+                raise UsageError(f"{option(name)} is at most {LARGEST.get(name, 2**62)}, not {value}")
+            if list(numbers) != sorted(numbers):
+                raise UsageError(f"{option(name)} is in rising order, not {value}")
+    name = getattr(args, "exp_name", "x")
+    if Path(name).name != name or name in ("", ".") or ".." in name or "\\" in name:
+        raise UsageError(f"--exp-name is a name without a path, not {name!r}")
+
+
+def resolve_device(args):
+    """Falls back to the CPU where the GPU cannot be used, and says why."""
+    if args.cuda and not torch.cuda.is_available():
+        print("There is no GPU that torch can use: going on with the CPU.")
+        args.cuda = False
+    elif args.cuda and importlib.util.find_spec("numba_cuda") is None and envs.is_simulated(args.env_id):
+        print('For the GPU the environments need pip install -e ".[cuda]": going on with the CPU.')
+        args.cuda = False
+
+
+def fill_in(args, defaults):
+    """Sets the arguments that were not given."""
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def check_unused(args, encounter):
+    """Rejects options about others where there are none; `encounter`: whether --encounter is one of them."""
+    if args.team != "self":
+        return
+    unused = {"seat": args.seat != "rotate", "mix_teammates": args.mix_teammates}
+    unused["teammate_epsilon"] = args.teammate_epsilon not in (0.0, (0.0, 0.0))
+    unused["encounter"] = args.encounter > 1 and encounter
+    for name in (name for name, given in unused.items() if given):
+        raise UsageError(f"{option(name)} is for a learner among others: with --team self there are none")
+
+
+def check_team_options(args):
+    """Rejects options that do not go together."""
+    if args.team != "self" and not getattr(args, "share_parameters", True):
+        raise UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
+    check_unused(args, encounter=not args.keep_memory)
+    if args.tell_who and args.team == "self":
+        raise UsageError("--tell-who is for a learner among others: with --team self there are none to tell of")
+    if args.tell_who and args.capture_video:
+        raise UsageError("--tell-who has no video: what such a learner is told is known in its own run only")
+    if args.capture_video and args.env_id.startswith("pettingzoo:") and "render_mode=rgb_array" not in args.env_id:
+        raise UsageError(f"--capture-video needs pictures: --env-id {args.env_id},render_mode=rgb_array")
+    if args.keep_memory and args.encounter == 1:
+        raise UsageError("--keep-memory is for encounters of several matches: --encounter says how many")
+
+
+def fill_in_sizes(args):
+    """Sets the sizes of a run that were not given: they depend on the device and on how many seats learn."""
+    slow_game = not envs.is_simulated(args.env_id)
+    single = getattr(args, "team", "self") != "self" and not slow_game  # one learner: a match has less to learn from
+    if args.cuda:
+        defaults = {"num_envs": 1024, "total_timesteps": 10_000_000, "batch_size": 128, "train_frequency": 500}
+    elif single:
+        defaults = {"num_envs": 512, "total_timesteps": 2_000_000, "batch_size": 32, "train_frequency": 400}
+    else:
+        defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
+    if slow_game:  # slow: it is learned from more often
+        defaults |= {"num_envs": 8, "train_frequency": 60}
+    if hasattr(args, "pretrain_timesteps"):
+        defaults["pretrain_timesteps"] = PRETRAIN_TIMESTEPS[args.cuda]
+    fill_in(args, defaults)
+    fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
+    most = args.total_timesteps + args.num_envs  # episodes: each has a step or more, the last round may begin late
+    if args.batch_size > most:
+        files.warn(f"--batch-size {args.batch_size}: the run has at most {most} episodes, so it learns nothing")
+    smallest = max(args.batch_size, args.num_envs)
+    if args.buffer_size is not None and args.buffer_size < smallest:
+        raise UsageError(f"--buffer-size is at least {smallest} (a round and a batch), not {args.buffer_size}")
+
+
+# ---- memory ----
+def free_memory(device):
+    """Bytes available on a device, as far as the system reports them."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return float("inf")
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024  # MemFree would leave out the file cache
+
+
+def buffer_size(args, episodes, device):
+    """How many episodes the replay buffer holds: as asked for, else the default; rejects what does not fit."""
+    episode_bytes = sum(values[:, 0].nbytes for values in episodes.values())
+    size = args.buffer_size or default_buffer_size(args, episode_bytes)
+    free = free_memory(device)
+    largest = int(0.9 * min(free / episode_bytes, 2**31))
+    needed = f"{episode_bytes * size / 2**30:.2f} GiB on the {device.type.upper()}"
+    print(f"The replay buffer takes {needed}, {episode_bytes / 2**10:.0f} KiB an episode.")
+    if size > largest:
+        message = f"That does not fit into the {free / 2**30:.2f} GiB that are free: --buffer-size {largest} would."
+        raise Exit(message, NO_MEMORY)
+    return size
+
+
+def default_buffer_size(args, episode_bytes):
+    """8192 episodes on the GPU, 4096 on the CPU; a single learner among others has up to four times as many."""
+    size = 8192 if args.cuda else 4096
+    if getattr(args, "team", "self") != "self":
+        size = max(size, min(4 * size, (4 if args.cuda else 2) * 2**30 // episode_bytes))
+    largest = (16 if args.cuda else 8) * 2**30 // episode_bytes  # a limit only with very many units
+    return max(min(size, largest), args.num_envs, args.batch_size)

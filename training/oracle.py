@@ -1,0 +1,62 @@
+"""An oracle: observations that say who the others are."""
+
+import torch
+
+
+class TellWho:
+    """An environment whose observations also say who the others are, one-hot from the next seat on.
+
+    What a learner gains by it is all that a model of the others could give. Learners' seats are zeros.
+    """
+
+    def __init__(self, env, team):
+        self._env = env
+        self._team = team
+        self._used = torch.tensor(team.used, device=env.device)
+        self.obs_dim = env.obs_dim + (env.n_agents - 1) * len(team.used)
+        self._obs = torch.zeros((env.num_envs, env.n_agents, self.obs_dim), device=env.device)
+
+    def __getattr__(self, name):
+        return getattr(self._env, name)
+
+    @property
+    def obs(self):
+        return self._obs
+
+    @property
+    def while_waiting(self):
+        return self._env.while_waiting
+
+    @while_waiting.setter
+    def while_waiting(self, function):
+        self._env.while_waiting = function
+
+    @property
+    def places(self):
+        """The environment's own function, where it has one: what is told says nothing of places."""
+        places = self._env.places
+        return lambda obs: places(obs[..., : self._env.obs_dim])
+
+    def reset(self, *args, **options):
+        _, info = self._env.reset(*args, **options)
+        return self._tell_who(), info
+
+    def restore(self, snapshot):
+        self._env.restore(snapshot)
+        self._tell_who()
+
+    def _tell_who(self):
+        n_agents = self.n_agents
+        seats = torch.arange(n_agents, device=self.device)
+        others = (seats.unsqueeze(1) + seats[1:]) % n_agents  # (n_agents, n_agents - 1)
+        policy_id = self._team.policy_id[:, others]
+        self._obs[..., self._env.obs_dim :] = (policy_id.unsqueeze(-1) == self._used).flatten(2)
+        return self._tell()
+
+    def step(self, actions):
+        _, *results = self._env.step(actions)
+        return self._tell(), *results
+
+    def _tell(self):
+        self._obs[..., : self._env.obs_dim] = self._env.obs
+        return self._obs
