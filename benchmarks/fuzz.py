@@ -201,7 +201,7 @@ def tried(name, call):
         return "done", name, call()
     except Exception as error:
         frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        ours = Path(frames[-1]).parent == ROOT / "envs"
+        ours = not {ROOT / "envs", ROOT / "training"}.isdisjoint(Path(frames[-1]).parents)
         if isinstance(error, REFUSALS) and ours and str(error) and "\n" not in str(error):
             return "refused", name, None
         where = f"{Path(frames[-1]).name} for {name}"
@@ -253,12 +253,15 @@ WORDS = (
 CODES = (0, 1, 2, 130, 143)  # what a program may end with
 
 
+PACKAGES = {"play": "training.", "evaluate": "experiments.", "sweep": "experiments."}
+
+
 def module_of(script):
-    return importlib.import_module("training.play" if script == "play" else script)
+    return importlib.import_module(f"{PACKAGES.get(script, '')}{script}")
 
 
 def path_of(script):
-    return ROOT / ("training/play.py" if script == "play" else f"{script}.py")
+    return Path(module_of(script).__file__)
 
 
 def flag(name):

@@ -145,10 +145,11 @@ def with_rollouts(args, folder, steps):
 
 
 def returns(args, egos, other, episodes, encounter, name):
-    """(ego, other) -> mean return among co-players of one kind, by evaluate.py; a test of before is used again"""
+    """(ego, other) -> mean return among co-players of one kind, as it is evaluated; a test of before is used again"""
     folder = name.replace(" ", "_")
-    command = [sys.executable, str(ROOT / "evaluate.py"), "--ego", *egos, "--others", other, "--groups", "homologue"]
-    command += ["--episodes", str(episodes), "--encounter", str(encounter), "--env-id", args.env_id]
+    command = [sys.executable, "-m", "experiments.evaluate", "--ego", *egos, "--others", other]
+    command += ["--groups", "homologue", "--env-id", args.env_id]
+    command += ["--episodes", str(episodes), "--encounter", str(encounter)]
     command += ["--out", str(args.run_root / folder), *["--cuda"] * args.cuda]
     results, made_by = args.run_root / folder / "results.json", args.run_root / f"{folder}.json"
     if not (results.exists() and made_by.exists() and json.loads(made_by.read_text()) == command):

@@ -19,8 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that tests can import the scripts
 
 import envs
-import sweep
 from envs import compiler
+from experiments.jobs import cores
 
 # Environments are compiled for one thread only: for several, which play the same, they would be compiled again.
 SERIAL_BELOW, compiler.SERIAL_BELOW = compiler.SERIAL_BELOW, 10**9
@@ -38,7 +38,7 @@ def pytest_cmdline_main(config):
     few = any(config.getoption(option, False) for option in ("keyword", "lf", "usepdb"))
     few = few or not all(Path(folder).is_dir() for folder in config.args) or "PYTEST_XDIST_WORKER" in os.environ
     if not few and config.getoption("numprocesses", 0) is None:
-        config.option.numprocesses, config.option.dist = min(sweep.cores(), MOST_PROCESSES), "worksteal"
+        config.option.numprocesses, config.option.dist = min(cores(), MOST_PROCESSES), "worksteal"
 
 
 @pytest.hookimpl(tryfirst=True)

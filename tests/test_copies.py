@@ -11,7 +11,7 @@ from test_sweep import run as sweep
 from test_team import compare_with_scripts
 
 import envs
-import evaluate
+from experiments import evaluate
 from training import checkpoints, play
 from training.stacked import can_stack
 from training.team import Team, read_pool
@@ -196,7 +196,6 @@ def test_a_copy_acts_as_its_script_does(make_run, change, one_thread):
         ("gone", r"there is no script gone\.py in .*; one elsewhere runs only if you name it"),
         ("here", r"there is no script here\.py in .*; one elsewhere runs only if you name it"),
         ("../iql", r"algorithm is the name of a script, not .\.\./iql"),
-        ("sweep", r"sweep\.py is not a training script: it has no load_player"),
         ("notes", r"notes\.py is not a training script: it has no load_player"),
     ],
 )

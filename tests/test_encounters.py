@@ -11,10 +11,10 @@ from scripts import QUICK, stopped, train, write_run
 
 import belief_iql
 import envs
-import evaluate
 import iql
 from envs import kuhn
 from envs.matrix_games import MEMORY_ONE
+from experiments import evaluate
 from training import checkpoints
 from training.episodes import EpisodeRunner, Inputs, RandomPlayer, load_runner
 from training.metrics import calibration

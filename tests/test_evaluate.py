@@ -14,7 +14,7 @@ from PIL import Image
 from scripts import MODEL_SCRIPTS, TEAM_SCRIPTS, write_run
 
 import envs
-import evaluate
+from experiments import evaluate
 from training.episodes import Inputs, load_player, load_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")

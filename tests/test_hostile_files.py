@@ -15,10 +15,10 @@ import torch
 from scripts import QUICK, ROOT, resume_file, run_script, stopped
 
 import envs
-import evaluate
 import iql
 import omg_iql
-import sweep
+from experiments import evaluate
+from experiments.jobs import run_all
 from training import checkpoints, files, play
 from training.args import parse_args, size_limits
 from training.episodes import load_runner
@@ -173,7 +173,7 @@ def test_nothing_is_written_through_links(original, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "3m__iql__1.log").symlink_to(outside / "file")
     with pytest.raises(SystemExit):
-        sweep.run_all([], None, tmp_path)
+        run_all([], None, tmp_path)
     assert {path.read_text() for path in outside.iterdir()} == {"mine"}
 
 

@@ -44,8 +44,8 @@ import iql
 import omg_iql
 from envs.battle.battle import Battle
 from envs.external.starcraft2 import StarCraft2
-from envs.results import curves as curves_of
-from envs.results import load_results, rows_of, table
+from experiments.results import curves as curves_of
+from experiments.results import load_results, rows_of, table
 from training import checkpoints, files
 from training.args import buffer_size, default_buffer_size, free_memory, parse_args
 from training.checkpoints import read

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tyro
 from PIL import Image
 from scripts import write_run
 
-import compare
 import envs
-import evaluate
-import paper
-import strangers
-import sweep
-from envs import results
+from experiments import compare, evaluate, results, strangers
+from experiments.jobs import Evaluation
 
 MANIFEST = {
     "env_id": "stag_hunt_4x4", "encounter": 5, "measure": "return",
@@ -106,8 +103,8 @@ def test_a_set_is_made_and_used(tmp_path, monkeypatch, capsys):
 
 # ---- the comparison of methods on stages ----
 def test_a_comparison_is_fair():
-    args = paper.Args(stage=("all",))
-    paper.fill_in(args)
+    args = compare.Args(stage=("all",))
+    compare.set_sizes(args)
     plans = [compare.make_plan(args, name) for name in compare.stages_of(args)]
     names = [job.name for plan in plans for job in plan.jobs]
     assert len(set(names)) == len(names) and [plan.stage for plan in plans] == list(strangers.STAGES)
@@ -117,7 +114,9 @@ def test_a_comparison_is_fair():
             assert [job.seed for job in jobs] == [1, 2, 3, 4, 5]
             options = compare.methods_of(strangers.STAGES[plan.stage])[method][1:]
             script = importlib.import_module(compare.methods_of(strangers.STAGES[plan.stage])[method][0])
-            paper.tyro.cli(script.Args, args=["--env-id", plan.held_out.lower.env_id, *options])  # it has such options
+            compare.tyro.cli(
+                script.Args, args=["--env-id", plan.held_out.lower.env_id, *options]
+            )  # it has such options
             words = [word for word in jobs[0].arguments if word not in options]
             assert words == list(plan.learners["IQL"][0].arguments)  # the same steps, matches, team and pool for all
             assert not set(plan.held_out.strangers) & set(jobs[0].arguments)
@@ -148,10 +147,10 @@ def pretend(plan, root):
     The second response to every stranger is the best. Random play wins nine matches of ten, and earns nothing.
     """
     for job in plan.held_out.jobs:
-        folder = root / (job.name if isinstance(job, sweep.Evaluation) else f"{job.name}__1")
+        folder = root / (job.name if isinstance(job, Evaluation) else f"{job.name}__1")
         rows = [{"ego": "random", "other": one if isinstance(one, str) else f"{one.name}__1", "group": "homologue",
                  "episodes": 8, "win_rate": 0.9, "return": 0.0} for one in plan.held_out.strangers]  # fmt: skip
-        rows = rows if isinstance(job, sweep.Evaluation) else None
+        rows = rows if isinstance(job, Evaluation) else None
         write_results(folder, 1.0 if job.seed == 2 else 0.95, rows, job.needs)
     pool = {compare.POOL: plan.held_out.pool} if compare.POOL in plan.tests else {}
     for number, (method, jobs) in enumerate((plan.learners | pool).items()):
@@ -203,13 +202,13 @@ def test_a_picture_of_a_belief(tmp_path):
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
-    words = ["paper.py", "--stage", "kuhn", "8m", "--seeds", "2", "--out", str(tmp_path)]
-    args = paper.tyro.cli(paper.Args, args=words[1:])
-    paper.fill_in(args)
+    words = ["compare.py", "--stage", "kuhn", "8m", "--seeds", "2", "--out", str(tmp_path)]
+    args = tyro.cli(compare.Args, args=words[1:])
+    compare.set_sizes(args)
     for name in args.stage:
         pretend(compare.make_plan(args, name), tmp_path)
     monkeypatch.setattr(sys, "argv", words)
-    assert paper.main() == 0
+    assert compare.main() == 0
     text, report = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "report.json").read_text())
     assert text in capsys.readouterr().out and (tmp_path / "curves.png").exists()
     with Image.open(tmp_path / "headroom.png") as picture:

@@ -23,10 +23,8 @@ import pytest
 import torch
 from scripts import ROOT, run_script
 
-import evaluate
-import paper
-import sweep
-from envs import cluster, results, search
+from experiments import cluster, evaluate, paper, results, search, sweep
+from experiments.jobs import TRIES, Evaluation, Here, Job, Output, lock_job, multi_process_service, place_of, run_all
 from training import files
 
 TOY = ROOT / "tests" / "toy_script.py"
@@ -35,13 +33,13 @@ posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals"
 
 def command(*words, scripts=(TOY,), options=()):
     words = ["--script", *scripts, *words, "--", *options]
-    return [sys.executable, str(ROOT / "sweep.py"), *map(str, words)]
+    return [sys.executable, "-m", "experiments.sweep", *map(str, words)]
 
 
 def run(folder, *words, **options):
-    """Runs sweep.py in this process, which has imported what it needs: (whether it failed, its output)."""
+    """Runs a sweep in this process, which has imported what it needs: (whether it failed, its output)."""
     argv, cwd, output = sys.argv, Path.cwd(), io.StringIO()
-    sys.argv = command(*words, **options)[1:]
+    sys.argv = [sweep.__file__, *command(*words, **options)[3:]]
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as stop:
@@ -174,12 +172,12 @@ def test_a_run_that_crashes_twice_is_given_up_and_the_others_are_made(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_resumed_is_abandoned(tmp_path):
-    job = sweep.Job(TOY, "a", 1, ("--total-timesteps", "3"))
+    job = Job(TOY, "a", 1, ("--total-timesteps", "3"))
     broken = tmp_path / f"{job.name}__1"
     broken.mkdir()
     (broken / "checkpoint.pt").write_text("{")
-    place = sweep.Here(sweep.Args((), (), jobs=1), tmp_path)
-    assert sweep.run_all([job], place, tmp_path)
+    place = Here(sweep.Args((), (), jobs=1), tmp_path)
+    assert run_all([job], place, tmp_path)
     assert job.done(tmp_path) != broken
 
 
@@ -188,7 +186,7 @@ def test_other_arguments_make_other_runs(tmp_path):
     jobs = list(sweep.jobs_of(args, ["--total-timesteps", "3"]))
     args.vary, args.first_seed = (), 7  # seeds to choose settings on
     jobs += sweep.jobs_of(args, ["--total-timesteps", "4"])
-    assert sweep.run_all(jobs, sweep.Here(args, tmp_path), tmp_path)
+    assert run_all(jobs, Here(args, tmp_path), tmp_path)
     made = [json.loads(path.read_text()) for path in tmp_path.glob("*/results.json")]
     found = sorted((one["args"]["pause"], one["steps"], one["args"]["seed"]) for one in made)
     assert found == [(0.0, 3, 1), (0.0, 4, 7), (0.01, 3, 1)]
@@ -217,11 +215,11 @@ def test_a_stopped_sweep_is_continued_by_the_same_command(tmp_path, number):
 
 
 def test_jobs_wait_for_what_they_need(tmp_path):
-    first = sweep.Job(TOY, "a", 1, ("--total-timesteps", "3"))
-    second = sweep.Job(TOY, "a", 2, ("--reads", sweep.Output(first, "results.json")))
-    third = sweep.Job(TOY, "a", 3, ("--reads", sweep.Output(sweep.Job(TOY, "a", 4), "results.json")))
-    place = sweep.Here(sweep.Args((), (), jobs=3), tmp_path)
-    assert not sweep.run_all([third, second, first], place, tmp_path), "nobody makes what the third needs"
+    first = Job(TOY, "a", 1, ("--total-timesteps", "3"))
+    second = Job(TOY, "a", 2, ("--reads", Output(first, "results.json")))
+    third = Job(TOY, "a", 3, ("--reads", Output(Job(TOY, "a", 4), "results.json")))
+    place = Here(sweep.Args((), (), jobs=3), tmp_path)
+    assert not run_all([third, second, first], place, tmp_path), "nobody makes what the third needs"
     assert json.loads((second.done(tmp_path) / "results.json").read_text())["read"] == 3
     assert third.done(tmp_path) is None
 
@@ -234,8 +232,8 @@ class Watched(io.StringIO):
 def test_on_a_terminal_every_run_at_work_has_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Watched())
     monkeypatch.setattr(shutil, "get_terminal_size", lambda **fallback: (40, 24))  # pytest asks for it too
-    jobs = [sweep.Job(TOY, "a", seed, ("--total-timesteps", "8", "--pause", "0.2")) for seed in (1, 2)]
-    assert sweep.run_all(jobs, sweep.Here(sweep.Args((), (), jobs=2), tmp_path), tmp_path)
+    jobs = [Job(TOY, "a", seed, ("--total-timesteps", "8", "--pause", "0.2")) for seed in (1, 2)]
+    assert run_all(jobs, Here(sweep.Args((), (), jobs=2), tmp_path), tmp_path)
     drawn = [text.split("\n") for text in sys.stdout.getvalue().split("\x1b[J")]
     live = [lines for lines in drawn if "0 of 2 done, 2 at work" in lines[-2]]
     assert len(live) >= 2, "it is drawn again and again, over the last"
@@ -275,11 +273,11 @@ def test_invalid_arguments_are_rejected(given, extra, message):
 
 
 def test_runs_share_gpus_evenly(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "gpus", lambda: ["3", "5"])
-    monkeypatch.setattr(sweep.shutil, "which", lambda name: None)
-    place = sweep.Here(sweep.Args((), (), cuda=True, runs_per_gpu=2), tmp_path)
+    monkeypatch.setattr("experiments.jobs.gpus", lambda: ["3", "5"])
+    monkeypatch.setattr("experiments.jobs.shutil.which", lambda name: None)
+    place = Here(sweep.Args((), (), cuda=True, runs_per_gpu=2), tmp_path)
     assert place.room() == 4
-    jobs = [sweep.Job(TOY, "a", seed) for seed in range(4)]
+    jobs = [Job(TOY, "a", seed) for seed in range(4)]
     started = [place.start(job, tmp_path, ".", None, tmp_path / f"{job.seed}") for job in jobs]
     assert Counter(gpu for _, gpu in place.running) == {"3": 2, "5": 2}
     for process in started:
@@ -310,16 +308,16 @@ SHARED = "Runs share the GPU through NVIDIA's Multi-Process Service (--no-mps tu
 
 @posix
 def test_the_service_is_used_only_if_it_works(service, monkeypatch, capsys):
-    with sweep.multi_process_service() as settings:
+    with multi_process_service() as settings:
         assert Path(settings["CUDA_MPS_PIPE_DIRECTORY"]).is_dir() and capsys.readouterr().out == SHARED + "\n"
         assert service() == ["-d"]
     assert service() == ["-d", "quit"] and not Path(settings["CUDA_MPS_PIPE_DIRECTORY"]).exists()
     monkeypatch.setattr(sys, "executable", "/bin/false")  # the GPU cannot be used with the service
-    with sweep.multi_process_service() as settings:
+    with multi_process_service() as settings:
         assert settings == {} and "does not start here" in capsys.readouterr().out
     assert service() == ["-d", "quit"] * 2, "nothing is left running"
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "somewhere")
-    with sweep.multi_process_service() as settings:
+    with multi_process_service() as settings:
         assert settings == {} and capsys.readouterr().out == "", "a service that runs already is left alone"
     assert service() == ["-d", "quit"] * 2
 
@@ -346,7 +344,7 @@ def test_the_papers_runs_share_the_gpu_through_the_service(service, tmp_path, mo
         assert service() == (["-d"] if option == "--mps" else [])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(paper, "run_all", run_none)
+    monkeypatch.setattr("experiments.jobs.run_all", run_none)
     monkeypatch.setattr(sys, "argv", ["paper.py", "--map", "3m", "--cuda", "--out", str(tmp_path / "all"), option])
     with pytest.raises(KeyboardInterrupt):
         paper.main()
@@ -356,7 +354,7 @@ def test_the_papers_runs_share_the_gpu_through_the_service(service, tmp_path, mo
 
 def test_ids_that_differ_in_signs_alone_have_folders_of_their_own():
     one, other, plain, real = (
-        sweep.Job(TOY, env_id, 1) for env_id in ("pettingzoo:a.b,c='d e'", "pettingzoo:a.b,c='d-e'", "a", "sc2/3m")
+        Job(TOY, env_id, 1) for env_id in ("pettingzoo:a.b,c='d e'", "pettingzoo:a.b,c='d-e'", "a", "sc2/3m")
     )
     assert files.as_name(one.env_id) == files.as_name(other.env_id) and one.name != other.name
     assert plain.exp_name == real.exp_name, "the folders of other ids have the names that they had"
@@ -490,32 +488,32 @@ def test_two_sweeps_do_not_start_the_same_run(tmp_path, capsys):
 
 
 def test_a_run_that_somebody_else_continues_is_left_alone(tmp_path, capsys):
-    job = sweep.Job(TOY, "a", 1)
+    job = Job(TOY, "a", 1)
     (tmp_path / f"{job.name}__1").mkdir()
     lock = files.FolderLock(tmp_path / f"{job.name}__1")
     lock.acquire()
     with pytest.raises(SystemExit) as stop:
-        sweep.run_all([job], sweep.Here(sweep.Args((), (), jobs=1), tmp_path), tmp_path)
+        run_all([job], Here(sweep.Args((), (), jobs=1), tmp_path), tmp_path)
     assert stop.value.code == 2 and in_use(capsys.readouterr().err) == os.getpid()
     lock.release()
-    assert sweep.run_all([job], sweep.Here(sweep.Args((), (), jobs=1), tmp_path), tmp_path)
+    assert run_all([job], Here(sweep.Args((), (), jobs=1), tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("other", ["works", "has done it"])
 def test_what_another_sweep_began_in_the_meantime_is_not_begun_again(tmp_path, capsys, other):
-    first, second = (sweep.Job(TOY, "a", seed, ("--total-timesteps", "3")) for seed in (1, 2))
+    first, second = (Job(TOY, "a", seed, ("--total-timesteps", "3")) for seed in (1, 2))
     held, started = [], []
 
-    class Place(sweep.Here):
+    class Place(Here):
         def start(self, job, root, *words):
             started.append(job)
             if other == "works":
-                held.append(sweep.lock_job(second, root))
+                held.append(lock_job(second, root))
             else:
                 write_results(root / f"{second.name}__1")
             return super().start(job, root, *words)
 
-    complete = sweep.run_all([first, second], Place(sweep.Args((), (), jobs=1), tmp_path), tmp_path)
+    complete = run_all([first, second], Place(sweep.Args((), (), jobs=1), tmp_path), tmp_path)
     assert started == [first] and complete == (other == "has done it")
     assert (f"{second.name}.lock is in use by process {os.getpid()}" in capsys.readouterr().out) != complete
 
@@ -542,7 +540,7 @@ def test_a_run_without_memory_waits_for_those_at_work(tmp_path):
 
     taken.touch()  # by somebody else, for good
     failed, output = run(tmp_path, *words, options=("--memory", taken))
-    assert failed and output.count("crashed: no memory is free") == 2 * sweep.TRIES, output
+    assert failed and output.count("crashed: no memory is free") == 2 * TRIES, output
 
 
 # ---- files ----
@@ -927,7 +925,7 @@ def test_on_a_cluster_a_run_whose_node_is_lost_in_a_save_ends_as_if_it_had_not_b
 def test_without_ray_the_message_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SystemExit, match=r'pip install -e "\.\[ray\]"'):
-        sweep.place_of(sweep.Args((), (), ray_address="auto"), tmp_path)
+        place_of(sweep.Args((), (), ray_address="auto"), tmp_path)
 
 
 # ---- the paper's experiment ----
@@ -935,7 +933,7 @@ def pretend(plan, root, seed=0):
     """Folders as if every job of a plan were done, with results at random."""
     rng = np.random.default_rng(seed)
     for job in plan.jobs:
-        if isinstance(job, sweep.Evaluation):
+        if isinstance(job, Evaluation):
             rows = [
                 {"ego": ego, "other": other, "group": group, "episodes": episodes, "win_rate": rng.random(),
                  "win_rate_low": 0.0, "return": 5 * rng.random(), "hit_ratio": rng.random(), "hit_ratio_low": 0.0}
@@ -972,17 +970,17 @@ def read_table(text, head, keys):
 def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, capsys, moved, env_id, mates):
     words = ["--map", env_id, "--seeds", "2", "--pool-runs", "3", "--test-runs", "2", "--out", str(tmp_path / "all")]
     args = paper.tyro.cli(paper.Args, args=words)
-    paper.fill_in(args)
+    paper.set_sizes(args)
     plan = paper.make_plan(args)
     pretend(plan, tmp_path / "all")
     (tmp_path / "all" / "seconds.json").write_text("")  # cut
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "paper.py"), *words])
+    monkeypatch.setattr(sys, "argv", [paper.__file__, *words])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert stop.value.code == 0
     assert {"report.json", "report.md", "results.png", "curves.png", "seconds.json"} <= moved
     text, measure = (tmp_path / "all" / "report.md").read_text(), "return" if mates == 3 else "win_rate"
-    assert text in capsys.readouterr().out and f"python paper.py --map {env_id} --seeds 2 " in text
+    assert text in capsys.readouterr().out and f"python -m experiments.paper --map {env_id} --seeds 2 " in text
     ours, checked, tables = read_table(text, "others", 2), 0, {}
     gaps = read_table(text[text.index("## Differences") :], "others", 2)
     for method, others, count, job in plan.evaluations:
@@ -1033,14 +1031,14 @@ def test_the_report_has_the_numbers_of_the_evaluations(tmp_path, monkeypatch, ca
 
 def test_a_map_without_a_pool_is_rejected():
     args = paper.Args(map="coin_game", quick=True)
-    paper.fill_in(args)
+    paper.set_sizes(args)
     with pytest.raises(SystemExit, match=r"--map coin_game has .* no NS, NH and RAND to learn with"):
         paper.make_plan(args)
 
 
 def test_the_plan_is_the_papers():
     args = paper.Args()
-    paper.fill_in(args)
+    paper.set_sizes(args)
     plan = paper.make_plan(args)
     counts = Counter(job.script.stem for job in plan.jobs)
     assert counts == {"qmix": 20, "iql": 20, "vdn": 10, "pretrain_cvae": 5, "liam_iql": 10, "naive_om_iql": 10,
@@ -1088,19 +1086,19 @@ class InProcess:
 def test_the_quick_experiment_can_be_stopped_and_ends_in_a_report(tmp_path, monkeypatch, capsys, one_thread):
     """With one method in the second part, and shorter runs than --quick has."""
     sizes = ["--pool-timesteps", "500", "--learner-timesteps", "500", "--episodes", "3"]
-    words = [str(ROOT / "paper.py"), "--map", "3m", "--quick", *sizes, "--out"]
+    words = ["--map", "3m", "--quick", *sizes, "--out"]
     if os.name != "nt":
-        process = subprocess.Popen([sys.executable, *words, "all"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT)  # fmt: skip
+        command = [sys.executable, "-m", "experiments.paper", *words, "all"]
+        process = subprocess.Popen(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         wait_for(lambda: list(tmp_path.glob("all/3m*__pool_qmix*/results.json")), 200)
         process.send_signal(signal.SIGTERM)
         assert "the same command goes on" in process.communicate()[0]
         os.rename(tmp_path / "all", tmp_path / "moved")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [*words, "moved"])
+    monkeypatch.setattr(sys, "argv", [paper.__file__, *words, "moved"])
     monkeypatch.setattr(paper, "METHODS", {"OMG optimistic": paper.METHODS["OMG optimistic"]})
     monkeypatch.setattr(paper, "PROTOCOLS", {"": ()})
-    monkeypatch.setattr(paper, "place_of", InProcess)
+    monkeypatch.setattr("experiments.jobs.place_of", InProcess)
     assert paper.main() == 0
     assert os.name == "nt" or "done already" in capsys.readouterr().out
     report = json.loads((tmp_path / "moved" / "report.json").read_text())

@@ -2,9 +2,9 @@
 
 A stage is a task: an environment, a pool to learn with, and strangers to be tested with, scripted and learned ones.
 Here the learned ones are trained, and for every stranger a few responses: the best one's score is its upper bound, the
-random policy's the lower one. manifest.json has all of it, for `evaluate.py --bounds`.
+random policy's the lower one. manifest.json has all of it, for `--bounds` of experiments/evaluate.py.
 
-    python strangers.py --stage kuhn --cuda                          docs/evaluate.md has the stages and the manifest
+    python -m experiments.strangers --stage kuhn --cuda         docs/evaluate.md has the stages and the manifest
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from typing import Literal
 import tyro
 
 import envs
-from envs.results import far_apart
-from sweep import Evaluation, Job, check_counts, place_of, read_results, run_all
+from experiments.jobs import EVALUATE, Evaluation, Job, check_counts, place_of, read_results, run_all
+from experiments.results import far_apart
 from training import files
 from training.args import fill_in
 from training.checkpoints import ROOT
@@ -126,7 +126,7 @@ def make_plan(args):
     (random,) = {"random", "RAND"} & set(env.policies)
     words = ("--ego", random, "--others", *strangers, "--groups", "homologue", "--episodes", str(args.episodes))
     words += ("--env-id", stage.env_id, *device)
-    lower = Evaluation(ROOT / "evaluate.py", stage.env_id, 1, words, "lower")
+    lower = Evaluation(EVALUATE, stage.env_id, 1, words, "lower")
     return Plan(list(pool), strangers, responses, lower)
 
 
@@ -149,12 +149,13 @@ def manifest_of(args, plan, root):
     return {
         "stage": args.stage, "env_id": stage.env_id, "measure": measure, "team": f"{env.n_agents - 1}other1learner",
         "encounter": stage.encounter, "pool": [name(one) for one in plan.pool], "strangers": strangers,
-        "args": asdict(args), "command": " ".join(["python strangers.py", *sys.argv[1:]]), "versions": versions(),
+        "args": asdict(args), "versions": versions(),
+        "command": " ".join(["python -m experiments.strangers", *sys.argv[1:]]),
     }  # fmt: skip
 
 
 def main():
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, prog="python -m experiments.strangers")
     files.drop_what_cannot_be_printed()
     set_sizes(args)
     plan, root = make_plan(args), writable_folder(args.out)
@@ -167,7 +168,7 @@ def main():
         scored = far_apart(manifest["measure"], one["lower"], one["upper"])
         remark = "" if scored else "  not clearly better than random: it gives no scores"
         print("{policy:40} {lower:8.3f} to {upper:8.3f}".format(**one) + remark)
-    print(f"{root / 'manifest.json'} has the strangers and their bounds, for evaluate.py --bounds")
+    print(f"{root / 'manifest.json'} has the strangers and their bounds, for python -m experiments.evaluate --bounds")
     return 0
 
 

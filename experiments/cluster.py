@@ -20,18 +20,23 @@ from pathlib import Path
 
 from training.files import write_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parent.parent
+PACKAGES = "envs", "training", "experiments"
 LOST = "lost"  # what becomes of a script whose node is gone, in place of an exit code
 LARGEST = 64 * 2**20  # bytes of a file that comes back from a node
 
 
 # ---- a process ----
 class Process:
-    """A running script; its output goes to a file. When whoever holds it is gone, its input ends, and it stops."""
+    """A running script; its output goes to a file. When whoever holds it is gone, its input ends, and it stops.
 
-    def __init__(self, script, options, folder, log, settings, lock=None):
+    `project` is the folder of the packages that it imports.
+    """
+
+    def __init__(self, script, options, folder, log, settings, project, lock=None):
         self.log = Path(log)
-        settings = {**os.environ, **settings, "PYTHONUNBUFFERED": "1", "OMG_STOP_ON_EOF": "1"}
+        path = os.pathsep.join(filter(None, (os.fspath(project), os.environ.get("PYTHONPATH"))))
+        settings = {**os.environ, **settings, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMG_STOP_ON_EOF": "1"}
         held = lock.file if lock else None
         inherited = (held.fileno(),) if held and os.name != "nt" else ()
         with open(log, "ab") as out:
@@ -92,9 +97,9 @@ class OnRay:
         demand = {"num_cpus": 0, "num_gpus": 1 / args.runs_per_gpu} if args.cuda else {"num_cpus": 1}
         self.runner = ray.remote(**demand, scheduling_strategy="SPREAD")(Runner)
         self.code = {
-            path.relative_to(ROOT).as_posix(): path.read_bytes()
-            for pattern in ("*.py", "envs/**/*.py", "envs/**/*.html", "training/**/*.py")
-            for path in sorted(ROOT.glob(pattern))
+            path.relative_to(PROJECT).as_posix(): path.read_bytes()
+            for pattern in ("*.py", *(f"{package}/**/*.{kind}" for package in PACKAGES for kind in ("py", "html")))
+            for path in sorted(PROJECT.glob(pattern))
         }
 
     def room(self):
@@ -108,8 +113,9 @@ class OnRay:
             files |= self.files_at(word)
         for path in (resume / "checkpoint.pt", *resume.glob("resume-*.pt")) if resume else ():
             files[f"{resume.name}/{path.name}"] = path.read_bytes()
-        code = {**self.code, job.script.name: job.script.read_bytes()}
-        runner = self.runner.remote(code, files, job.script.name, job.options(words, ".", resume))
+        script = job.script.name if job.script.parent != Path(__file__).parent else f"experiments/{job.script.name}"
+        code = {**self.code, script: job.script.read_bytes()}
+        runner = self.runner.remote(code, files, script, job.options(words, ".", resume))
         return RemoteProcess(self.ray, runner, root, log)
 
     def files_at(self, word):
@@ -173,7 +179,7 @@ class Runner:
         put_files(files, self.folder)
         self.sent = self.versions()
         threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-        self.process = Process(self.home / script, options, self.folder, self.folder / "log", threads)
+        self.process = Process(self.home / script, options, self.folder, self.folder / "log", threads, self.home)
 
     def versions(self, pattern="*"):
         found = {}

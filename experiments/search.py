@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from envs.results import SIDE, load_results, metric_of
+from experiments.results import SIDE, load_results, metric_of
 from training import files
 
 FAILURES = 3  # trials that may fail before one succeeds

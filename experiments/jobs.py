@@ -1,21 +1,15 @@
-"""Runs scripts over environments, seeds and settings, and summarises them: a table with intervals, and curves.
+"""Jobs: scripts with their arguments, run here or on a Ray cluster until all of them are done.
 
-Runs share a GPU or take a core each, here or on a Ray cluster. One that crashes is tried once more. Finished runs are
-skipped and interrupted ones continue: run folders hold all the state, so they can move to another machine. Runs end
-with the sweep, and nobody starts a run that is at work.
-
-    python sweep.py --script iql.py qmix.py --env-ids 3m 8m --seeds 5 -- --total-timesteps 2000000
-                                                                                     docs/benchmarks.md has the details
+A job that crashes is tried once more. Finished runs are skipped and interrupted ones continue: run folders hold all the
+state, so they can move to another machine. Jobs end with the program that started them.
 """
 
 import contextlib
 import glob
 import hashlib
-import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -23,12 +17,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import tyro
+from experiments.cluster import LOST, PROJECT, OnRay, Process
+from experiments.results import is_done, load_results
+from training import files
+from training.exits import NO_MEMORY, Exit, UsageError, not_ignored
+from training.run import writable_folder
 
+EVALUATE = Path(__file__).with_name("evaluate.py")
 TRIES = 2  # of a run that crashes
 LOSSES = 5  # times that a run may lose its node
 REJECTED = 2  # the exit code of a script that does not accept its arguments, or whose run is at work already
@@ -36,37 +35,6 @@ FREE = (  # what may change when a run goes on
     "track", "wandb-project-name", "wandb-entity", "wandb-group", "capture-video", "checkpoint-interval",
     "log-interval",
 )  # fmt: skip
-
-
-@dataclass
-class Args:
-    script: tuple[str, ...]  # training scripts
-    env_ids: tuple[str, ...]  # environments: see envs.list_ids()
-    seeds: int = 5  # seeds: 1, 2, ...
-    first_seed: int = 1  # the first of them: settings are chosen on other seeds than they are compared on
-    # an option of the script and its values, such as: learning-rate 1e-3 5e-4 (again for another option)
-    vary: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
-    # options that Optuna chooses, from a range or choices: learning-rate=1e-4..1e-2 td-lambda=0.5,0.7,0.9
-    search: tuple[str, ...] = ()
-    trials: int = 30  # settings that the search tries, each with all seeds
-    cuda: bool = False  # whether the runs use the GPU
-    jobs: int | None = None  # runs at a time (default: one to a core, or --runs-per-gpu to a GPU)
-    runs_per_gpu: int = 6  # runs that share a GPU
-    mps: bool = True  # whether runs share a GPU through NVIDIA's Multi-Process Service, where it is installed
-    run_root: str = "runs"  # the folder of the run folders
-    report: str = "sweep"  # the name of the table and the curves, in that folder
-    ray_address: str | None = None  # a Ray cluster to run on, such as auto
-
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    tyro.cli(Args)  # prints the help and exits, before the slow imports
-
-from envs.cluster import LOST, OnRay, Process, leads_outside
-from envs.results import COLOURS, curves, has_sides, is_done, load_results, marl_eval, rows_of, table
-from envs.search import Search, parse_space
-from training import files
-from training.exits import NO_MEMORY, Exit, UsageError, not_ignored
-from training.run import writable_folder
 
 
 # ---- jobs ----
@@ -138,7 +106,7 @@ class Output:
 
 
 class Evaluation(Job):
-    """A job of evaluate.py, whose folder has no time in its name; what was interrupted begins again."""
+    """A job of experiments/evaluate.py, whose folder has no time in its name; what was interrupted begins again."""
 
     def runs(self, root):
         return [Path(root) / self.name]
@@ -166,73 +134,10 @@ def options_of(words, names):
     return kept
 
 
-def check_args(args, extra):
-    """Rejects invalid arguments, and says what is allowed."""
-    for script in args.script:
-        find_script(script)
-    if leads_outside(args.report) or Path(args.report).name != args.report:
-        raise UsageError(f"--report {args.report} is a name, not a path: the report is in --run-root")
-    check_counts(args, ("seeds", "first_seed", "jobs", "runs_per_gpu", "trials"))
-    if args.search and (args.vary or len(args.script) > 1):
-        raise UsageError("--search takes one script, and its options instead of --vary")
-    for env_id in args.env_ids if args.search and options_of(extra, ("team",))[1:] in ([], ["self"]) else ():
-        if has_sides(env_id):
-            message = (
-                f"--search ranks by a return, and both sides of {env_id} may learn: say who does, -- --team scripted"
-            )
-            raise UsageError(message)
-    stems = [Path(script).stem for script in args.script]
-    if len(set(stems)) < len(stems):
-        raise UsageError(f"--script: several of one name, which is all that runs have of it: {' '.join(stems)}")
-    chosen = [setting[0] for setting in args.vary if setting] + [word.partition("=")[0] for word in args.search]
-    chosen = [name.replace("_", "-") for name in chosen]
-    own = {"env-id": "--env-ids", "seed": "--seeds", "cuda": "--cuda before --", "run-root": "--run-root before --"}
-    own |= {"exp-name": "--report", "resume": "the same command again", "time-limit": "Ctrl-C"}
-    for name, instead in own.items():
-        if options_of(extra, (name,)) or name in chosen:
-            raise UsageError(f"--{name} is the sweep's to set: use {instead}")
-    for setting in args.vary:
-        if len(setting) < 2:
-            example = "learning-rate 1e-3 5e-4"
-            raise UsageError(f"--vary takes an option and its values, such as {example}, not {setting}")
-
-
 def check_counts(args, names):
     for name in names:
         if isinstance(getattr(args, name), int) and getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} is from 1 up, not {getattr(args, name)}")
-
-
-def find_script(name):
-    """Where it is from here, or beside this file."""
-    beside = Path(__file__).resolve().parent
-    path = next((path for path in (Path(name), beside / name) if path.is_file()), None)
-    if path is None:
-        raise UsageError(f"--script {name}: there is no such file, here or in {beside}")
-    return path.resolve()
-
-
-def jobs_of(args, extra):
-    given = tuple(["--cuda"] * args.cuda + extra)
-    names, values = [setting[0] for setting in args.vary], [setting[1:] for setting in args.vary]
-    for script, env_id, setting in itertools.product(args.script, args.env_ids, itertools.product(*values)):
-        varied = tuple(word for name, value in zip(names, setting) for word in (f"--{name}", value))
-        label = " ".join([Path(script).stem, *(f"{name}={value}" for name, value in zip(names, setting))])
-        for seed in range(args.first_seed, args.first_seed + args.seeds):
-            yield Job(find_script(script), env_id, seed, given + varied, label)
-
-
-def search_of(args, extra):
-    def jobs_with(setting):
-        return jobs_of(replace(args, vary=tuple(setting.items())), extra)
-
-    key, root = [args.script[0], list(args.env_ids), args.cuda, extra], Path(args.run_root)
-    key += [args.first_seed] * (args.first_seed > 1)
-    path = root / f"{args.report}_trials.json"
-    try:
-        return Search(parse_space(args.search), args.trials, key, path, root, jobs_with)
-    except ValueError as error:
-        raise UsageError(error) from None
 
 
 # ---- where jobs run ----
@@ -261,7 +166,7 @@ class Here:
             busy = Counter(gpu for _, gpu in self.running)
             settings["CUDA_VISIBLE_DEVICES"] = min(self.gpus, key=lambda gpu: busy[gpu])
         options = job.options(job.words(root, run_root), run_root, resume)
-        process = Process(job.script, options, self.folder, log, settings, lock)
+        process = Process(job.script, options, self.folder, log, settings, PROJECT, lock)
         self.running.append((process, settings.get("CUDA_VISIBLE_DEVICES")))
         return process
 
@@ -498,6 +403,20 @@ def run_all(jobs, place, root, run_root=".", more=None):
     return not missing
 
 
+def run_and_time(jobs, args, root):
+    """Runs all that is not done; (whether everything is done, the seconds that this and earlier calls took)"""
+    started, clock, before = time.monotonic(), root / "seconds.json", 0.0
+    with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is cut
+        before = float(json.loads(clock.read_text()))
+    try:
+        with contextlib.closing(place_of(args, root)) as place:
+            complete = run_all(jobs, place, root)
+    finally:
+        seconds = before + time.monotonic() - started
+        files.write_text(clock, json.dumps(seconds))
+    return complete, seconds
+
+
 def age(run):
     """Of its checkpoint; None if somebody deleted it."""
     with contextlib.suppress(OSError):
@@ -518,37 +437,3 @@ def set_aside(run, terminal):
 
 def read_results(job, root):
     return load_results(job.done(root) / "results.json")
-
-
-if __name__ == "__main__":
-    words, extra = sys.argv[1:], []
-    if "--" in words:
-        words, extra = words[: words.index("--")], words[words.index("--") + 1 :]
-    args = tyro.cli(Args, args=words)
-    files.drop_what_cannot_be_printed()
-    check_args(args, extra)
-    root = Path(args.run_root)
-    search = search_of(args, extra) if args.search else None
-    jobs = [] if search else list({job.name: job for job in jobs_of(args, extra)}.values())
-    with contextlib.closing(place_of(args, ".")) as place:
-        complete = run_all(jobs, place, root, args.run_root, search and search.more)
-    groups = {}
-    if search:
-        trials, measure = search.best_first()
-        jobs = [job for *_, mine in trials for job in mine]
-    for job in jobs:
-        results = read_results(job, root) if job.done(root) else {}
-        if "final" in results:
-            groups.setdefault((job.label, job.env_id), []).append({**results, "seed": job.seed})
-    if groups:
-        rows = rows_of(groups)
-        files.write_text(root / f"{args.report}.json", json.dumps(rows, indent=1))
-        files.write_text(root / f"{args.report}_marl_eval.json", json.dumps(marl_eval(groups), indent=1))
-        files.write_text(root / f"{args.report}.md", table(rows) + "\n")
-        curves(dict([*groups.items()][: len(COLOURS)]) if search else groups, root / f"{args.report}.png")
-        print(f"{table(rows)}\n{root / args.report}.md, .json and .png have this and the curves")
-    if search and trials and trials[0][0] is not None:
-        print(f"best of {len(trials)}, {measure.replace('_', ' ')} {trials[0][0]:.4g} over {len(trials[0][2])} runs:")
-        for env_id in args.env_ids:
-            print(shlex.join(["python", args.script[0], "--env-id", env_id, *trials[0][2][0].arguments]))
-    raise SystemExit(not complete)

@@ -4,7 +4,7 @@ An ego is a run of any script or a scripted policy. It plays with every other in
 in teams mixed of all of them (non-homologue), from every seat equally often. All matches of an ego are one batch.
 With --adapt it then continues to learn among these others, and is tested again.
 
-    python evaluate.py --ego "runs/8m__omg_iql__*" --others "runs/8m__qmix__*" --team 7other1ego --cuda
+    python -m experiments.evaluate --ego "runs/8m__omg_iql__*" --others "runs/8m__qmix__*" --team 7other1ego --cuda
                                                                docs/evaluate.md has the files, the columns and the order
 """
 
@@ -43,14 +43,14 @@ class Args:
 
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    tyro.cli(Args)  # prints the help and exits, before the slow imports
+    tyro.cli(Args, prog="python -m experiments.evaluate")  # prints the help and exits, before the slow imports
 
 import numpy as np
 import torch
 
 import envs
-from envs import results
 from envs.batch import GameFailed
+from experiments import results
 from training import checkpoints, files, play
 from training.args import check_ranges, fill_in, resolve_device, words_of
 from training.episodes import EpisodeRunner, ScriptedPlayer, load_runner
@@ -410,14 +410,15 @@ def main(args):
         write_adaptation(args.out, adapted, "win_rate" if is_won else "episodic_return")
     if args.video:
         record(args, *next(iter(egos.items())))
-    about = {"command": " ".join(sys.argv), "seconds": time.monotonic() - started, "args": asdict(args)}
+    command = " ".join(["python -m experiments.evaluate", *sys.argv[1:]])
+    about = {"command": command, "seconds": time.monotonic() - started, "args": asdict(args)}
     about |= {"adapted": adapted, "versions": versions()}
     write_rows(args.out, about, rows)  # at the end, for it says that all is there
     print(f"{time.monotonic() - started:.1f} s; results.csv, results.json and heatmap.png are in {args.out}")
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, prog="python -m experiments.evaluate")
     exit_on_signals()
     try:
         main(args)

@@ -4,26 +4,23 @@ A pool of QMIX runs is whom the learners play with; runs of IQL, VDN and QMIX wi
 are tested with. Each method learns with the pool over several seeds, and then plays with the pool and the strangers. In
 a stag hunt the pool is scripted. report.md has the results beside the paper's.
 
-    python paper.py --map 8m --cuda                             docs/benchmarks.md has the details; --quick tries it out
+    python -m experiments.paper --map 8m --cuda         docs/benchmarks.md has the details; --quick tries it out
 """
 
-import contextlib
 import json
 import sys
 import textwrap
-import time
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import tyro
 
-import compare
 import envs
-from envs.results import crossed_difference, crossed_interval, curves, markdown, summary
-from strangers import STAGES
-from sweep import Evaluation, Job, Output, check_counts, place_of, read_results, run_all
+from experiments import compare
+from experiments.jobs import EVALUATE, Evaluation, Job, Output, check_counts, read_results, run_and_time
+from experiments.results import crossed_difference, crossed_interval, curves, markdown, summary
 from training import files
+from training.args import fill_in
 from training.checkpoints import ROOT
 from training.exits import UsageError
 from training.run import writable_folder
@@ -62,7 +59,6 @@ COLUMNS = (
 @dataclass
 class Args:
     map: str = "8m"  # the environment
-    stage: tuple[Literal[(*STAGES, "all")], ...] = ()  # stages of strangers.py, to compare methods on instead
     cuda: bool = False  # whether to use the GPU
     quick: bool = False  # a small version that tries everything out: 2 runs in the pool, 3 strangers, 1 seed
     pool_runs: int | None = None  # QMIX runs to learn with (default: 10)
@@ -78,24 +74,18 @@ class Args:
     ray_address: str | None = None  # a Ray cluster to run on, such as auto
 
 
-def fill_in(args):
+def set_sizes(args):
     """Sets the sizes that were not given."""
     name = args.map.replace("/", "-")
-    if args.stage:  # whose steps are the stage's own
-        small, large = {"test_runs": 1, "seeds": 1, "episodes": 8}, {"test_runs": 3, "seeds": 5, "episodes": 256}
-        out = {"out": f"runs/{'quick_' * args.quick}stage_{'_'.join(args.stage)}"}
-        defaults = (small if args.quick else large) | out
-    elif args.quick:
+    if args.quick:
         defaults = {"pool_runs": 2, "test_runs": 1, "seeds": 1, "episodes": 8, "out": f"runs/quick_{name}"}
         defaults |= {"pool_timesteps": 3000, "learner_timesteps": 3000}
     else:
         defaults = {"pool_runs": 10, "test_runs": 10, "seeds": 5, "episodes": 128, "out": f"runs/paper_{name}"}
         defaults["pool_timesteps"] = 10_000_000 if args.cuda else 500_000
         defaults["learner_timesteps"] = 10_000_000 if args.cuda else 2_000_000
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    check_counts(args, (*defaults, "learner_timesteps", "jobs", "runs_per_gpu"))
+    fill_in(args, defaults)
+    check_counts(args, (*defaults, "jobs", "runs_per_gpu"))
 
 
 # ---- the plan ----
@@ -181,7 +171,7 @@ def evaluations_of(args, env, egos, pool, unseen):
             words = (*who, "--groups", *groups, "--episodes", str(args.episodes), *("--cuda",) * args.cuda)
             label = f"evaluate_{compare.label_of(method)}_{others}_{count}"
             env_id = envs.with_last_actions(args.map)
-            yield method, others, count, Evaluation(ROOT / "evaluate.py", env_id, 1, words, label)
+            yield method, others, count, Evaluation(EVALUATE, env_id, 1, words, label)
 
 
 # ---- the report ----
@@ -387,29 +377,14 @@ def draw(report, path):
 
 
 def main():
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, prog="python -m experiments.paper")
     files.drop_what_cannot_be_printed()
-    fill_in(args)
-    plans = [compare.make_plan(args, name) for name in compare.stages_of(args)] if args.stage else [make_plan(args)]
-    root, started = writable_folder(args.out), time.monotonic()
-    clock, before = root / "seconds.json", 0.0
-    with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is cut
-        before = float(json.loads(clock.read_text()))
-    try:
-        with contextlib.closing(place_of(args, root)) as place:
-            complete = run_all([job for plan in plans for job in plan.jobs], place, root)
-    finally:
-        files.write_text(clock, json.dumps(before + time.monotonic() - started))
+    set_sizes(args)
+    plan, root = make_plan(args), writable_folder(args.out)
+    complete, seconds = run_and_time(plan.jobs, args, root)
     if not complete:
         return 1
-    command = " ".join(["python paper.py", *sys.argv[1:]])
-    seconds = before + time.monotonic() - started
-    if args.stage:
-        text = compare.write_report(args, command, plans, root, seconds)
-        print(text, f"{root / 'report.md'} has this and the pictures", sep="\n")
-        return 0
-    (plan,) = plans
-    report = make_report(args, command, plan, root, seconds)
+    report = make_report(args, " ".join(["python -m experiments.paper", *sys.argv[1:]]), plan, root, seconds)
     files.write_text(root / "report.json", json.dumps(report, indent=1))
     files.write_text(root / "report.md", text_of(report))
     draw(report, root / "results.png")

@@ -5,19 +5,23 @@ policies. Belief Q-learning learns from the same labels, which no other method g
 that IQL is 0 and the oracle 1: a method's share of the headroom. Scores with the stage's strangers are scaled so that
 the random policy is 0 and a best response 1.
 
-    python paper.py --stage all --cuda                          docs/benchmarks.md has the details; --quick tries it out
+    python -m experiments.compare --stage all --cuda    docs/benchmarks.md has the details; --quick tries it out
 """
 
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+import tyro
 
 import envs
-import strangers
-from envs.results import (
+from experiments import strangers
+from experiments.jobs import EVALUATE, Evaluation, Job, check_counts, read_results, run_and_time
+from experiments.results import (
     COLOURS,
     crossed_difference,
     crossed_interval,
@@ -28,10 +32,11 @@ from envs.results import (
     normalise,
     plain_text,
 )
-from sweep import Evaluation, Job, read_results
 from training import checkpoints, files
+from training.args import fill_in
 from training.checkpoints import ROOT
 from training.episodes import load_runner
+from training.run import writable_folder
 
 BASE, ORACLE, OURS, POOL = "IQL", "oracle", "belief", "a run of the pool"
 METHODS = {
@@ -53,6 +58,30 @@ WITH_MEMORY = {
 WITH_ERRORS = {
     f"{name}, erring others": (*METHODS[name], "--teammate-epsilon", "0", "0.2") for name in (BASE, OURS)
 }  # learned with others who err in up to a fifth of their actions, a share drawn for each match; tested without errors
+
+
+@dataclass
+class Args:
+    stage: tuple[Literal[(*strangers.STAGES, "all")], ...]  # which ones
+    cuda: bool = False  # whether to use the GPU
+    quick: bool = False  # a small version that tries everything out
+    test_runs: int | None = None  # learned strangers of every script (default: 3)
+    seeds: int | None = None  # seeds of each method (default: 5)
+    learner_timesteps: int | None = None  # steps of every run (default: the stage's on the GPU, 500,000 on the CPU)
+    episodes: int | None = None  # matches of every learner with every stranger (default: 256)
+    out: str | None = None  # the folder of all runs and the report (default: runs/stage_STAGES)
+    jobs: int | None = None  # runs at a time (default: one to a core, or --runs-per-gpu to a GPU)
+    runs_per_gpu: int = 6  # runs that share a GPU
+    mps: bool = True  # whether runs share a GPU through NVIDIA's Multi-Process Service, where it is installed
+    ray_address: str | None = None  # a Ray cluster to run on, such as auto
+
+
+def set_sizes(args):
+    """Sets the sizes that were not given; steps are the stage's own."""
+    small, large = {"test_runs": 1, "seeds": 1, "episodes": 8}, {"test_runs": 3, "seeds": 5, "episodes": 256}
+    out = {"out": f"runs/{'quick_' * args.quick}stage_{'_'.join(args.stage)}"}
+    fill_in(args, (small if args.quick else large) | out)
+    check_counts(args, (*small, "learner_timesteps", "jobs", "runs_per_gpu"))
 
 
 @dataclass
@@ -101,7 +130,7 @@ def make_plan(args, name):
     def evaluation(egos, others, label):
         words = ("--ego", *egos, "--others", *others, "--encounter", str(stage.encounter))
         words += ("--groups", "homologue", "--episodes", str(args.episodes), *device)
-        return Evaluation(ROOT / "evaluate.py", stage.env_id, 1, words, label)
+        return Evaluation(EVALUATE, stage.env_id, 1, words, label)
 
     learners, tests, known = {}, {}, {}
     for method, (script, *options) in methods_of(stage).items():
@@ -437,3 +466,21 @@ def write_report(args, command, plans, root, seconds):
     if (run := shown.learners[OURS][0].done(root)) and (run / "checkpoint.pt").exists():
         draw_belief(run, root / "belief.png")
     return text
+
+
+def main():
+    args = tyro.cli(Args, prog="python -m experiments.compare")
+    files.drop_what_cannot_be_printed()
+    set_sizes(args)
+    plans, root = [make_plan(args, name) for name in stages_of(args)], writable_folder(args.out)
+    complete, seconds = run_and_time([job for plan in plans for job in plan.jobs], args, root)
+    if not complete:
+        return 1
+    command = " ".join(["python -m experiments.compare", *sys.argv[1:]])
+    text = write_report(args, command, plans, root, seconds)
+    print(text, f"{root / 'report.md'} has this and the pictures", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
