@@ -89,14 +89,14 @@ import torch.nn.functional as F
 
 import envs
 from training import checkpoints
-from training.args import check_ranges, check_unused, fill_in, parse_args, resolve_device
+from training.args import check_ranges, fill_in, parse_args, resolve_device
 from training.episodes import EpisodeRunner, round_up
 from training.exits import UsageError
 from training.graphs import Graphed
 from training.log import Metrics
 from training.metrics import masked_mean
 from training.run import Run, seed_for, set_up_torch
-from training.team import Team
+from training.team import Team, check_unused
 
 # recorded for learning and `analyse`, besides reward and seat
 FIELDS = ("all_obs", "all_avail", "all_alive", "all_action", "search_policy", "belief", "own_goal")

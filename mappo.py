@@ -81,7 +81,7 @@ import torch.nn.functional as F
 
 import envs
 from training import checkpoints
-from training.args import check_ranges, check_team_options, fill_in, parse_args, resolve_device
+from training.args import check_ranges, fill_in, parse_args, resolve_device
 from training.episodes import EpisodeRunner, gather
 from training.exits import UsageError
 from training.graphs import Graphed
@@ -90,7 +90,7 @@ from training.log import Metrics
 from training.oracle import TellWho
 from training.rollouts import RolloutRunner
 from training.run import Run, seed_for, set_up_torch
-from training.team import Team
+from training.team import Team, check_team_options
 
 VALUE_NORM_DECAY = 0.99  # of the statistics of returns, by rollout
 CRITIC_INPUT = "agent_state"  # what the critic sees, besides last action and seat: everything, from its own view

@@ -61,15 +61,7 @@ import torch
 
 import envs
 from training import checkpoints, play
-from training.args import (
-    PRETRAIN_TIMESTEPS,
-    check_ranges,
-    command,
-    fill_in,
-    from_command_line,
-    load_script,
-    resolve_device,
-)
+from training.args import PRETRAIN_TIMESTEPS, check_ranges, command, fill_in, from_command_line, resolve_device
 from training.episodes import EpisodeRunner, RandomPlayer, preserved_rng, rng_state, set_rng_state
 from training.exits import UsageError, exit_on_signals
 from training.log import Log, Progress, monotonic
@@ -189,7 +181,10 @@ if __name__ == "__main__":
     resolve_device(args)
     num_envs = 8 if not envs.is_simulated(args.env_id) else 1024 if args.cuda else 512
     fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": PRETRAIN_TIMESTEPS[args.cuda]})
-    script = load_script(args)
+    try:
+        script = checkpoints.load_script(args.script, f"--script {args.script}:", [f"{args.script}.py"])
+    except ValueError as error:
+        raise UsageError(error) from None
     env = script.make_env(args, args.num_envs, set_up_torch(args), "pre-training")
     team = script.make_team(args, env, "pre-training", stand_in=True)
     if (team.policy_id < 0).any():

@@ -89,15 +89,7 @@ import torch.nn.functional as F
 
 import envs
 from training import checkpoints
-from training.args import (
-    buffer_size,
-    check_ranges,
-    check_team_options,
-    fill_in,
-    fill_in_sizes,
-    parse_args,
-    resolve_device,
-)
+from training.args import buffer_size, check_ranges, fill_in, fill_in_sizes, parse_args, resolve_device
 from training.episodes import CHUNK, EpisodeRunner, gather, round_up
 from training.exits import UsageError
 from training.graphs import Graphed
@@ -105,7 +97,7 @@ from training.gru import has_kernels, unroll
 from training.log import Metrics
 from training.oracle import TellWho
 from training.run import Run, seed_for, set_up_torch
-from training.team import Team, check_common_goal
+from training.team import Team, check_common_goal, check_team_options
 
 MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 FIELDS = ("obs", "state", "avail", "alive", "action", "terminated")  # recorded for learning, besides reward and seat

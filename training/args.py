@@ -139,14 +139,6 @@ def is_pool(typed, saved):
     return plain <= set(saved) <= {*expanded(typed)}
 
 
-def load_script(args):
-    """The script of --script."""
-    try:
-        return checkpoints.load_script(args.script, f"--script {args.script}:", [f"{args.script}.py"])
-    except ValueError as error:
-        raise UsageError(error) from None
-
-
 def check_ranges(args, positive="", non_negative="", fractions=""):
     """Rejects numbers out of range; each parameter lists names of arguments. None is accepted."""
     ranges = (
@@ -184,32 +176,6 @@ def fill_in(args, defaults):
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-
-
-def check_unused(args, encounter):
-    """Rejects options about others where there are none; `encounter`: whether --encounter is one of them."""
-    if args.team != "self":
-        return
-    unused = {"seat": args.seat != "rotate", "mix_teammates": args.mix_teammates}
-    unused["teammate_epsilon"] = args.teammate_epsilon not in (0.0, (0.0, 0.0))
-    unused["encounter"] = args.encounter > 1 and encounter
-    for name in (name for name, given in unused.items() if given):
-        raise UsageError(f"{option(name)} is for a learner among others: with --team self there are none")
-
-
-def check_team_options(args):
-    """Rejects options that do not go together."""
-    if args.team != "self" and not getattr(args, "share_parameters", True):
-        raise UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
-    check_unused(args, encounter=not args.keep_memory)
-    if args.tell_who and args.team == "self":
-        raise UsageError("--tell-who is for a learner among others: with --team self there are none to tell of")
-    if args.tell_who and args.capture_video:
-        raise UsageError("--tell-who has no video: what such a learner is told is known in its own run only")
-    if args.capture_video and args.env_id.startswith("pettingzoo:") and "render_mode=rgb_array" not in args.env_id:
-        raise UsageError(f"--capture-video needs pictures: --env-id {args.env_id},render_mode=rgb_array")
-    if args.keep_memory and args.encounter == 1:
-        raise UsageError("--keep-memory is for encounters of several matches: --encounter says how many")
 
 
 def fill_in_sizes(args):
