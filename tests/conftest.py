@@ -1,7 +1,6 @@
 import gc
 import os
 import signal
-import sys
 from pathlib import Path
 
 import numba
@@ -15,8 +14,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one of the processes that share the t
     os.environ.setdefault("NUMBA_NUM_THREADS", str(numba.config.NUMBA_NUM_THREADS))  # for tests of several threads
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that tests can import the scripts
 
 import envs
 from envs import compiler
@@ -81,7 +78,7 @@ def one_thread():
 @pytest.fixture(scope="session")
 def complete_run(tmp_path_factory):
     """Complete runs, each made once: complete_run(name, env_id) -> the names that the script had at the end."""
-    from scripts import train
+    from helpers import train
 
     made = {}
 

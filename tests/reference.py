@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scripts import SCRIPTS, scramble
+from helpers import SCRIPTS, scramble
 
 import pretrain_cvae
 from training.episodes import EpisodeRunner

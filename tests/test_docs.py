@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import tyro
-from scripts import ALL_SCRIPTS, PLANNERS, POLICY_SCRIPTS, ROOT, train
+from helpers import ALL_SCRIPTS, PLANNERS, POLICY_SCRIPTS, ROOT, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PAGES = [
@@ -16,9 +16,13 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "results").glob("*.md")),
 ]
-SCRIPT_FILES = [f"{name}.py" for name in (*ALL_SCRIPTS, "pretrain_cvae", "evaluate", "strangers", "sweep", "paper")]
+SCRIPT_FILES = [f"{name}.py" for name in (*ALL_SCRIPTS, "pretrain_cvae")]
+TOOLS = [
+    "training/play.py",
+    *(f"experiments/{name}.py" for name in ("sweep", "evaluate", "strangers", "paper", "compare")),
+]
 BENCHMARKS = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
-PROGRAMS = [*SCRIPT_FILES, "training/play.py", *sorted(BENCHMARKS - {"benchmarks/rmsprop.py"})]  # which has no options
+PROGRAMS = [*SCRIPT_FILES, *TOOLS, *sorted(BENCHMARKS - {"benchmarks/rmsprop.py"})]  # which has no options
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 KEY = re.compile(r"`((?:charts|losses|eval|final|best|best_script|brdiv|omg?|pretrain)/\w+(?:/\w+)?)`")
 OF_OTHER_PROGRAMS = re.compile(r"\b(?:tensorboard|ray start|ruff check|pip install) [^#`\n]*")
@@ -84,15 +88,16 @@ def test_every_option_has_a_help_text(program, capsys, monkeypatch):
 def commands(text):
     """(program, options) of every command with python; options behind ` -- ` are those of another program."""
     for line in text.replace("\\\n", " ").splitlines():
-        for found in re.finditer(r"python (?:-m (envs\.play)|([\w/]+\.py))([^#`|;&]*)", line):
-            program = "training/play.py" if found[1] else found[2]
+        for found in re.finditer(r"python (?:-m (training\.play|experiments\.\w+)|([\w/]+\.py))([^#`|;&]*)", line):
+            program = f"{found[1].replace('.', '/')}.py" if found[1] else found[2]
             yield program, re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", found[3].partition(" -- ")[0])
 
 
 def test_commands_are_found():
-    text = "`python iql.py --cuda` and\npython sweep.py --seeds 5 \\\n  --vary tau 1 -- --gamma 1  # --not-this\n"
-    assert list(commands(text)) == [("iql.py", ["--cuda"]), ("sweep.py", ["--seeds", "--vary"])]
-    assert list(commands("python -m envs.play 3m --out a.gif")) == [("training/play.py", ["--out"])]
+    text = "`python iql.py --cuda` and\n"
+    text += "python -m experiments.sweep --seeds 5 \\\n  --vary tau 1 -- --gamma 1  # --not-this\n"
+    assert list(commands(text)) == [("iql.py", ["--cuda"]), ("experiments/sweep.py", ["--seeds", "--vary"])]
+    assert list(commands("python -m training.play 3m --out a.gif")) == [("training/play.py", ["--out"])]
 
 
 @EVERY_PAGE

@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from scripts import ROOT
+from helpers import ROOT
 
 import envs
 
@@ -55,7 +55,7 @@ def test_the_commands_of_the_notebook_exist():
         module = importlib.import_module(program[1].removesuffix(".py"))
         options = set(re.findall(r"--([a-z-]+)", command))
         assert options <= {name.replace("_", "-") for name in module.Args.__dataclass_fields__}
-    assert [program[1] for program in programs if program] == ["qmix.py", "envs.play"]
+    assert [program[1] for program in programs if program] == ["qmix.py", "training.play"]
     names = {name for cell in CODE for name in re.findall(r"^(\w+) = ", cell, re.MULTILINE)}
     assert set(re.findall(r"\{(\w+)\}", " ".join(commands))) <= names  # what commands take from the cells
 

@@ -1,6 +1,6 @@
 """A stand-in for the program StarCraft II: it speaks the game's protocol, and its matches are those of the battles.
 
-    python tests/fake_sc2.py -listen 127.0.0.1 -port 5000
+    python tests/envs/fake_sc2.py -listen 127.0.0.1 -port 5000
 
 pysc2 starts it as it starts the game, so that SMAC and pysc2 run unchanged. FAKE_SC2 holds settings as JSON:
 

@@ -7,7 +7,7 @@ import sys
 import gymnasium
 import pytest
 import torch
-from scripts import ROOT
+from helpers import ROOT
 
 import envs
 from envs.pettingzoo import parallel_env

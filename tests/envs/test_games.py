@@ -453,7 +453,7 @@ def test_scenes():
 @pytest.mark.parametrize("name", ["vdn", "qmix"])
 @pytest.mark.slow
 def test_team_scripts_reject_a_zero_sum_game(name, tmp_path):
-    from scripts import train  # slow to import, and the restatement in plain Python does without
+    from helpers import train  # slow to import, and the restatement in plain Python does without
 
     with pytest.raises(SystemExit, match="--env-id matrix_pennies: the rewards add up to zero"):
         train(name, tmp_path, env_id="matrix_pennies")

@@ -14,7 +14,7 @@ import torch
 
 import envs
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 GOLDEN = np.load(DATA / "smac_golden.npz")
 MAPS = json.loads((DATA / "smac_maps.json").read_text())
 GOLDEN_MAPS = ["3m", "2s3z", "MMM", "3s_vs_5z", "corridor"]

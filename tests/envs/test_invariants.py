@@ -1,7 +1,7 @@
 """What holds at every step of every match, whatever the agents do: random play on all maps.
 
 The quick version plays some dozens of matches, fewer on the largest maps. As many as the specification asks for:
-`BATTLE_MATCHES=10000 pytest tests/test_invariants.py -m slow`.
+`BATTLE_MATCHES=10000 pytest tests/envs/test_invariants.py -m slow`.
 """
 
 import os

@@ -18,7 +18,7 @@ from numba.core import event
 
 from envs import compiler
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HELPER = """
 from envs.compiler import scalar
 

@@ -14,7 +14,7 @@ from pettingzoo.test import parallel_api_test
 import envs
 from envs.pettingzoo import parallel_env
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CHAPTER = (
     (ROOT / "docs" / "environments.md").read_text(encoding="utf-8").split("## 4. A new environment in one file")[1]
 )

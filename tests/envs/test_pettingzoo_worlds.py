@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import train
 from lbforaging.foraging import ForagingEnv
-from scripts import train
 from worlds import assert_same, shown
 
 import envs

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import NOT_TRAINED
 from PIL import Image, ImageColor
-from scripts import NOT_TRAINED
 
 import envs
 from envs.battle.data import MAPS, TERRAINS
@@ -522,7 +522,8 @@ def test_the_page_is_self_contained_and_safe(tmp_path):
 def test_a_wheel_outside_the_checkout_plays_a_trained_run(tmp_path, complete_run):
     pytest.importorskip("setuptools", minversion="77")  # as pyproject.toml has it; Python may bring an older one
     checkout, site = tmp_path / "checkout", tmp_path / "site"
-    shutil.copytree(checkpoints.ROOT / "envs", checkout / "envs", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("envs", "training", "experiments"):
+        shutil.copytree(checkpoints.ROOT / package, checkout / package, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (
         *checkpoints.ROOT.glob("*.py"),
         *map(checkpoints.ROOT.joinpath, ("pyproject.toml", "README.md", "LICENSE")),
@@ -533,27 +534,29 @@ def test_a_wheel_outside_the_checkout_plays_a_trained_run(tmp_path, complete_run
     (wheel,) = checkout.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     shutil.rmtree(checkout)
-    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"envs"}, "nothing lies beside it"
-    assert (site / "envs" / "py.typed").is_file() and (site / "envs" / "page.html").is_file()
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"envs", "training", "experiments"}
+    assert (site / "envs" / "py.typed").is_file() and (site / "envs" / "pictures" / "page.html").is_file()
     variables = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     words = ["-m", "training.play", "--policy", str(complete_run("iql", "matrix_ipd")["run"].folder)]
     played = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert played.returncode == 0 and "match 0: return" in played.stdout, played.stderr
     # every script starts; in one process, as each takes seconds to import
-    start = "import runpy, sys\nsys.argv[:1] = ['-m']\nimport envs\nfor name in sys.argv[1:]:\n"
-    start += "    found = runpy.run_module(f'envs.scripts.{name}', run_name='imported')\n"
-    start += "    assert found.get('ROOT', envs._scripts) == envs._scripts"
-    names = sorted(path.stem for path in (site / "envs" / "scripts").glob("*.py"))
-    assert {"omg_iql", "strangers", "compare", "paper", "evaluate"} <= set(names)
+    start = "import runpy, sys\nsys.argv[:1] = ['-m']\nimport training\nfor name in sys.argv[1:]:\n"
+    start += "    found = runpy.run_module(name, run_name='imported')\n"
+    start += "    assert found.get('ROOT', training._scripts) == training._scripts"
+    names = [f"training.scripts.{path.stem}" for path in sorted((site / "training" / "scripts").glob("*.py"))]
+    assert len(names) == 15 and "training.scripts.omg_iql" in names
+    names += [f"experiments.{name}" for name in ("sweep", "evaluate", "strangers", "paper", "compare")]
     started = subprocess.run([sys.executable, "-c", start, *names], cwd=tmp_path, env=variables, capture_output=True)
     assert started.returncode == 0, started.stderr.decode()
-    words = ["-m", "envs.scripts.omg_iql", "--gamma", "7"]
+    words = ["-m", "training.scripts.omg_iql", "--gamma", "7"]
     refused = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert refused.returncode == 2 and "--gamma is from 0 to 1" in refused.stderr, refused.stderr
-    words = ["-m", "envs.scripts.sweep", "--script", "gone.py", "--env-ids", "3m"]
+    words = ["-m", "experiments.sweep", "--script", "gone.py", "--env-ids", "3m"]
     refused = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert (
-        refused.returncode == 2 and f"there is no such file, here or in {site / 'envs' / 'scripts'}" in refused.stderr
+        refused.returncode == 2
+        and f"there is no such file, here or in {site / 'training' / 'scripts'}" in refused.stderr
     )
 
 

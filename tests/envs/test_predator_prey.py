@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
+from helpers import train
 from mpe2 import simple_tag_v3
 from mpe2._mpe_utils.core import World
 from pettingzoo.test import parallel_api_test, parallel_seed_test
-from scripts import train
 from worlds import shown
 
 import envs

@@ -1,6 +1,6 @@
-"""The real game's side of the interface, played against a stand-in for smac (tests/fake_smac).
+"""The real game's side of the interface, played against a stand-in for smac (tests/envs/fake_smac).
 
-Where SMAC is installed, it is also played with SMAC itself and a stand-in for StarCraft II (tests/fake_sc2.py).
+Where SMAC is installed, it is also played with SMAC itself and a stand-in for StarCraft II (tests/envs/fake_sc2.py).
 """
 
 import dataclasses
@@ -218,7 +218,7 @@ def test_ids_follow_the_battles():
 @pytest.mark.slow
 def test_it_is_imported_only_when_asked_for():
     script = "import sys, envs; print([name for name in sys.modules if 'starcraft2' in name or 'sc2' in name])"
-    shown = subprocess.run([sys.executable, "-c", script], cwd=FAKE.parents[1], capture_output=True, text=True)
+    shown = subprocess.run([sys.executable, "-c", script], cwd=FAKE.parents[2], capture_output=True, text=True)
     assert shown.stdout.strip() == "[]", shown.stderr
 
 
@@ -546,7 +546,7 @@ def test_failures_are_counted_since_the_last_match_that_was_finished(world, monk
 
 
 def test_rounds_without_a_valid_match_end():
-    from scripts import two_step_game
+    from helpers import two_step_game
 
     game = two_step_game(2)
     runner = make_runner(game)
@@ -660,7 +660,7 @@ while True:
 
 
 def start_script(action):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FAKE.parents[1]), str(FAKE)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FAKE.parents[2]), str(FAKE)])}
     script = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(action)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment,
@@ -712,7 +712,7 @@ def test_tensors_are_on_the_device(world):
     assert after["won"].all()
 
 
-# ---- SMAC and pysc2 themselves, with a program that speaks StarCraft's protocol (tests/fake_sc2.py) ----
+# ---- SMAC and pysc2 themselves, with a program that speaks StarCraft's protocol (tests/envs/fake_sc2.py) ----
 SEED = 7
 OPTIONS = {
     "obs_last_action": True, "obs_pathing_grid": True, "obs_timestep_number": True, "state_timestep_number": True,
@@ -751,7 +751,7 @@ def sc2(tmp_path, monkeypatch):
             folder.mkdir(parents=True, exist_ok=True)
         (maps / f"{name}.SC2Map").touch()
         command = shlex.join([sys.executable, str(FAKE.parent / "fake_sc2.py")])
-        binary.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(FAKE.parents[1]))} exec {command} "$@"\n')
+        binary.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(FAKE.parents[2]))} exec {command} "$@"\n')
         binary.chmod(0o755)
         monkeypatch.setenv("SC2PATH", str(tmp_path))
         monkeypatch.setenv("FAKE_SC2", json.dumps({"seed": SEED, **settings}))

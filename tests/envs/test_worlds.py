@@ -145,7 +145,7 @@ def history(name, device="cpu", num_envs=COPIES, encounters=1):
 @pytest.mark.slow
 def test_plain_python_plays_what_compiled_code_plays(tmp_path):
     file, here = tmp_path / "history.npz", Path(__file__)
-    folders = os.pathsep.join([str(here.parents[1]), str(here.parent)])
+    folders = os.pathsep.join([str(here.parents[2]), str(here.parent)])
     program = (
         "import sys, numpy, test_worlds as test\n"
         "numpy.savez(sys.argv[1], **{name: test.history(name) for name in {**test.WORLDS, **test.MORE}})"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from scripts import POLICY_SCRIPTS, ROOT, SCRIPTS, command_line
+from helpers import POLICY_SCRIPTS, ROOT, SCRIPTS, command_line
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import difficulty

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import MODEL_SCRIPTS, TEAM_SCRIPTS, write_run
 from PIL import Image
-from scripts import MODEL_SCRIPTS, TEAM_SCRIPTS, write_run
 
 import envs
 from experiments import evaluate

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tyro
+from helpers import write_run
 from PIL import Image
-from scripts import write_run
 
 import envs
 from experiments import compare, evaluate, results, strangers

@@ -21,13 +21,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scripts import ROOT, run_script
+from helpers import run_script
 
 from experiments import cluster, evaluate, paper, results, search, sweep
 from experiments.jobs import TRIES, Evaluation, Here, Job, Output, lock_job, multi_process_service, place_of, run_all
 from training import files
 
-TOY = ROOT / "tests" / "toy_script.py"
+TOY = Path(__file__).with_name("toy_script.py")
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 
 

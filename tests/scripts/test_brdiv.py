@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from scripts import QUICK, TinyGame, make_learner, scramble, stopped, train, write_run
+from helpers import QUICK, TinyGame, make_learner, scramble, stopped, train, write_run
 from test_td import ACTIONS, ROWS, SEATS, make_batch, plain_returns, with_garbage
 
 import brdiv

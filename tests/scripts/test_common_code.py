@@ -5,7 +5,7 @@ import difflib
 import functools
 
 import pytest
-from scripts import MODEL_SCRIPTS, POLICY_SCRIPTS, POPULATION_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS
+from helpers import MODEL_SCRIPTS, POLICY_SCRIPTS, POPULATION_SCRIPTS, ROOT, SCRIPTS, TEAM_SCRIPTS
 
 # the only names that may have different contents in two scripts
 OF_TEAM_SCRIPTS = {"FIELDS", "check_args", "Learner.__init__", "Learner.networks", "Learner.mix", "Learner.loss"}
@@ -31,14 +31,14 @@ OF_POPULATION_SCRIPTS = {  # that they do not have in common with iql.py
     "Player.__init__", "Player.act", "Learner.loss",
 }  # fmt: skip
 LINES = {
-    "iql": 460, "vdn": 465, "qmix": 495, "qtran": 540, "naive_om_iql": 545, "liam_iql": 540, "mix_iql": 595,
-    "belief_iql": 590, "ippo": 440, "mappo": 445, "coma": 495, "brdiv": 530, "hop": 645, "omg_iql": 800,
-    "pretrain_cvae": 200, "evaluate": 422,
+    "iql": 460, "vdn": 465, "qmix": 500, "qtran": 545, "naive_om_iql": 550, "liam_iql": 550, "mix_iql": 600,
+    "belief_iql": 590, "ippo": 440, "mappo": 445, "coma": 500, "brdiv": 530, "hop": 650, "omg_iql": 805,
+    "pretrain_cvae": 210,
 }  # fmt: skip
 CHANGED_LINES = {
     ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("qmix", "qtran"): 140, ("iql", "naive_om_iql"): 260,
     ("naive_om_iql", "liam_iql"): 100, ("naive_om_iql", "omg_iql"): 400, ("liam_iql", "mix_iql"): 125,
-    ("naive_om_iql", "belief_iql"): 120, ("ippo", "mappo"): 20, ("iql", "brdiv"): 280,
+    ("naive_om_iql", "belief_iql"): 120, ("ippo", "mappo"): 20, ("iql", "brdiv"): 285,
 }  # fmt: skip
 
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 import torch
+from helpers import ALL_SCRIPTS, ROOT, command_line, run_script, train, write_run
 from PIL import Image
-from scripts import ALL_SCRIPTS, ROOT, command_line, run_script, train, write_run
 from test_sweep import run as sweep
 from test_team import compare_with_scripts
 

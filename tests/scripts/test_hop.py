@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import QUICK_PLANNER, read_log, stopped, train
+from helpers import QUICK_PLANNER, read_log, stopped, train
 from test_runs import assert_same_run
 
 import envs

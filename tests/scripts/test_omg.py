@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import reference
 import torch
+from helpers import QUICK, QUICK_MODEL, QUICK_PRETRAINING, ROOT, SCRIPTS, stopped, train, write_run
 from reference import CPU, NO_LOG, assert_unchanged, env_spec, gradients, make_runner, random_batch, random_learner
-from scripts import QUICK, QUICK_MODEL, QUICK_PRETRAINING, ROOT, SCRIPTS, stopped, train, write_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributions import Normal
 from torch.distributions import kl_divergence as torch_kl_divergence

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from helpers import MODEL_SCRIPTS, NOT_TRAINED, SCRIPTS, stopped, train, write_run
 from reference import (
     CPU,
     NO_LOG,
@@ -23,7 +24,6 @@ from reference import (
     random_batch,
     random_learner,
 )
-from scripts import MODEL_SCRIPTS, NOT_TRAINED, SCRIPTS, stopped, train, write_run
 
 import envs
 from pretrain_cvae import Pretraining

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import POLICY_SCRIPTS, QUICK, QUICK_POLICY, make_learner, matrix_game, read_log, stopped, train, write_run
+from helpers import POLICY_SCRIPTS, QUICK, QUICK_POLICY, make_learner, matrix_game, read_log, stopped, train, write_run
 from test_runs import assert_same_run
 
 import envs

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scripts import (
+from helpers import (
     QUICK_EPISODES,
     TEAM_SCRIPTS,
     make_learner,

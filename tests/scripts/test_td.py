@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from scripts import ALL_SCRIPTS, TEAM_SCRIPTS, make_learner, matrix_game, two_step_game
+from helpers import ALL_SCRIPTS, TEAM_SCRIPTS, make_learner, matrix_game, two_step_game
 
 import iql
 import qmix

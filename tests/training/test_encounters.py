@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from helpers import QUICK, stopped, train, write_run
 from reference import kuhn_log_likelihood, make_runner, memory_one_log_likelihood
-from scripts import QUICK, stopped, train, write_run
 
 import belief_iql
 import envs

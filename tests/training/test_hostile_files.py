@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import QUICK, ROOT, resume_file, run_script, stopped
+from helpers import QUICK, ROOT, resume_file, run_script, stopped
 
 import envs
 import iql

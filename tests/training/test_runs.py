@@ -24,8 +24,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from PIL import Image
-from scripts import (
+from helpers import (
     ALL_SCRIPTS,
     ROOT,
     SCRIPTS,
@@ -37,6 +36,7 @@ from scripts import (
     train,
     write_run,
 )
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import envs

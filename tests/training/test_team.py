@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scripts import SCRIPTS, write_run
+from helpers import SCRIPTS, write_run
 
 import envs
 from training.checkpoints import env_sizes

@@ -1,0 +1,45 @@
+"""Environments, training, scripts, experiments: nothing imports what stands to its right."""
+
+import ast
+
+import pytest
+from helpers import ALL_SCRIPTS, ROOT
+
+PACKAGES = ("envs", "training", "scripts", "experiments")  # in the order of imports
+SCRIPTS = (*ALL_SCRIPTS, "pretrain_cvae")
+FILES = {
+    **{path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).parts[0]
+       for package in ("envs", "training", "experiments") for path in (ROOT / package).rglob("*.py")},
+    **{path.name: "scripts" for path in ROOT.glob("*.py")},
+}  # fmt: skip
+
+
+def imported(text):
+    """The names of all modules that a file imports, also within functions."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield node.module
+
+
+def package_of(module):
+    top = module.partition(".")[0]
+    return "scripts" if top in SCRIPTS else top
+
+
+def test_only_the_training_scripts_stand_at_the_top():
+    assert {path.stem for path in ROOT.glob("*.py")} == set(SCRIPTS) and len(SCRIPTS) == 15
+
+
+def test_imports_are_found():
+    text = "import torch, envs.gym\ndef f():\n    from training.run import Run\n    import iql\n"
+    assert [package_of(name) for name in imported(text)] == ["torch", "envs", "training", "scripts"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_imports_to_the_right(name):
+    place = PACKAGES.index(FILES[name])
+    found = {package_of(module) for module in imported((ROOT / name).read_text(encoding="utf-8"))}
+    assert not found & set(PACKAGES[place + 1 :])
