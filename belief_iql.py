@@ -534,11 +534,18 @@ def analyse(learner, episodes):
     return metrics
 
 
+def known_policies(run):
+    """How many policies of each other agent a run tells apart, by its last layer."""
+    saved = checkpoints.read_run(run)
+    outputs = saved["networks"].get("model", {}).get("head.bias", torch.empty(0)).numel()
+    return max(outputs // max(saved["sizes"]["n_agents"] - 1, 1) - saved["sizes"]["n_actions"], 0)
+
+
 def load_player(run, env, seats):
     """The greedy policy of a run, playing `seats` (matches, seats) of matches like those of `env`."""
     args = checkpoints.load_args(Args, run)
     args.cuda = env.device.type == "cuda"
-    learner = Learner(args, env, [-2] * checkpoints.known_policies(run))  # -2: of no agent
+    learner = Learner(args, env, [-2] * known_policies(run))  # -2: of no agent
     checkpoints.load_networks(run, env, learner.networks())
     return Player(learner, learner.target_agents, seats)
 

@@ -463,7 +463,7 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = parse_args(Args, __file__, PYMARL)
+    args = parse_args(Args, __file__, preset=PYMARL)
     check_args(args)
     device = set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")

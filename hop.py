@@ -114,6 +114,7 @@ def check_args(args):
         fractions="gamma belief_decay commit teammate_epsilon checkpoint_at",
         non_negative="seed checkpoint_interval log_interval sims train_sims rollout_steps c_puct q_temperature "
         "value_coef",
+        largest=dict.fromkeys(("sims", "train_sims", "rollout_steps", "trees", "depth", "update_epochs"), 2**13),
     )
     check_unused(args, encounter=False)  # beliefs last for an encounter, of learners too
     resolve_device(args)

@@ -108,6 +108,7 @@ def check_args(args):
         "update_epochs num_minibatches encounter hidden_dim learning_rate max_grad_norm clip_coef",
         fractions="gamma gae_lambda teammate_epsilon checkpoint_at",
         non_negative="seed checkpoint_interval log_interval ent_coef",
+        largest={"num_steps": 2**13, "update_epochs": 2**13},  # a run is stopped after them, not before
     )
     check_team_options(args)
     resolve_device(args)

@@ -106,7 +106,7 @@ import torch.nn.functional as F
 import envs
 import pretrain_cvae
 from training import checkpoints, play
-from training.args import buffer_size, check_ranges, fill_in_sizes, parse_args, resolve_device
+from training.args import buffer_size, check_ranges, fill_in, fill_in_sizes, parse_args, resolve_device
 from training.episodes import CHUNK, EpisodeRunner, RandomPlayer, gather, preserved_rng, round_up
 from training.exits import UsageError
 from training.graphs import Graphed, SideStream
@@ -132,6 +132,7 @@ def check_args(args):
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at "
         "kl_weight vae_kl_weight mix_start mix_fraction",
         non_negative="seed checkpoint_interval log_interval train_frequency target_interval inference_weight",
+        largest={"horizon": 2**13},
     )
     if args.selector not in ("value", "random", "next") and not (args.selector.isdigit() and int(args.selector) > 0):
         raise UsageError(f"--selector is value, random, next or a number from 1 up, not {args.selector}")
@@ -142,6 +143,7 @@ def check_args(args):
     check_team_options(args)
     resolve_device(args)
     fill_in_sizes(args)
+    fill_in(args, {"pretrain_timesteps": pretrain_cvae.TIMESTEPS[args.cuda]})
 
 
 def make_env(args, num_envs, device, purpose):
@@ -732,6 +734,19 @@ def analyse(learner, episodes):
     return metrics
 
 
+@torch.no_grad()
+def reconstruction(runner, model, steps=10):
+    """A picture of a match after some steps, with the others where the model's VAE has them."""
+    env, team = runner.env, runner.team
+    env.reset()
+    for _ in range(min(steps, env.episode_limit // 2)):
+        env.step(runner.policy())
+    obs = team.select(env.obs)
+    seat = int(team.learner_seats[0, 0])
+    code, _ = model.vae.encode(model.states({}, obs))
+    return env.render(goals=play.predicted_places(env, seat, *model.views(code, obs)), sight=seat)
+
+
 def load_player(run, env, seats):
     """The greedy policy of a run, playing `seats` (matches, seats) of matches like those of `env`."""
     args = checkpoints.load_args(Args, run)
@@ -742,7 +757,7 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = parse_args(Args, __file__, pretrain_cvae.PAPER)
+    args = parse_args(Args, __file__, paper=pretrain_cvae.PAPER)
     check_args(args)
     device = set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")

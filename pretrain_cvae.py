@@ -60,14 +60,15 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
 import torch
 
 import envs
-from training import checkpoints, play
-from training.args import PRETRAIN_TIMESTEPS, check_ranges, command, fill_in, from_command_line, resolve_device
+from training import checkpoints
+from training.args import check_ranges, command, fill_in, from_command_line, resolve_device
 from training.episodes import EpisodeRunner, RandomPlayer, preserved_rng, rng_state, set_rng_state
 from training.exits import UsageError, exit_on_signals
 from training.log import Log, Progress, monotonic
 from training.metrics import masked_mean
 from training.run import make_folder, set_up_torch, versions, write_json
 
+TIMESTEPS = (100_000, 2_000_000)  # of pre-training by default, on the CPU and on the GPU
 PAPER = {"subgoal_input": "obs", "selector": "value", "predict": "view", "code": "sample", "q_gradient": False,
          "inference_weight": 1.0, "bootstrap_subgoal": "same", "pretrain_updates": 5000}  # fmt: skip
 FIELDS = ("obs", "alive", "visible_last_action")
@@ -174,13 +175,13 @@ def cvae_loss(args, model, episodes, matches):
 
 
 if __name__ == "__main__":
-    args = from_command_line(Args, PAPER)
+    args = from_command_line(Args, paper=PAPER)
     exit_on_signals()
     positive = "num_envs encounter pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
     check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
     resolve_device(args)
     num_envs = 8 if not envs.is_simulated(args.env_id) else 1024 if args.cuda else 512
-    fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": PRETRAIN_TIMESTEPS[args.cuda]})
+    fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": TIMESTEPS[args.cuda]})
     try:
         script = checkpoints.load_script(args.script, f"--script {args.script}:", [f"{args.script}.py"])
     except ValueError as error:
@@ -201,7 +202,7 @@ if __name__ == "__main__":
     if not checkpoints.write(content, folder / "vae.pt") or not write_json(results, folder / "results.json"):
         raise SystemExit(1)
     if args.subgoal_input != "state" and env.simulated and hasattr(env, "scene"):
-        writer.add_image("pretrain/rebuilt", play.reconstruction(runner, model), args.pretrain_updates)
+        writer.add_image("pretrain/rebuilt", script.reconstruction(runner, model), args.pretrain_updates)
     writer.close()
     same = ("paper", "env_id", "n_agents", "team", "pool", "latent_dim", "subgoal_input", "predict")
     print("use it with:", command(args, PAPER if args.paper else {}, same, vae=folder / "vae.pt"))

@@ -375,6 +375,8 @@ class ReplayBuffer:
 class Learner:
     """The networks, the optimiser and the update."""
 
+    team_networks = ("mixer", "target_mixer")  # of a team of another size, --init does not load them
+
     def __init__(self, args, env, seats):
         self.args, self.env = args, env
         self.reward_scale = args.reward_scale or 5 / env.return_scale
@@ -455,7 +457,7 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = parse_args(Args, __file__, PYMARL)
+    args = parse_args(Args, __file__, preset=PYMARL)
     check_args(args)
     device = set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")

@@ -116,6 +116,7 @@ def check_args(args):
         "batch_size encounter hidden_dim joint_dim joint_layers learning_rate max_grad_norm reward_scale",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
         non_negative="seed checkpoint_interval log_interval train_frequency target_interval opt_loss nopt_min_loss",
+        largest={"joint_layers": 2**4},
     )
     check_team_options(args)
     resolve_device(args)
@@ -407,6 +408,8 @@ class ReplayBuffer:
 class Learner:
     """The networks, the optimiser and the update."""
 
+    team_networks = ("mixer", "target_mixer")  # of a team of another size, --init does not load them
+
     def __init__(self, args, env, seats):
         self.args, self.env = args, env
         self.reward_scale = args.reward_scale or 5 / env.return_scale
@@ -500,7 +503,7 @@ def load_player(run, env, seats):
 
 
 if __name__ == "__main__":
-    args = parse_args(Args, __file__, PYMARL)
+    args = parse_args(Args, __file__, preset=PYMARL)
     check_args(args)
     device = set_up_torch(args)
     env = make_env(args, args.num_envs, device, "training")

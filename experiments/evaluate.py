@@ -101,7 +101,7 @@ def check_args(args, egos):
     for name, saved in egos.items():
         if saved:
             checkpoints.check_env(name, saved, env)
-            checkpoints.load_script(saved["algorithm"], f"--ego {name}:")
+            script = checkpoints.load_script(saved["algorithm"], f"--ego {name}:")
         elif name not in env.policies:
             scripted = ", ".join(env.policies)
             raise ValueError(f"--ego {name}: no run with a checkpoint.pt is there; scripted policies are {scripted}")
@@ -111,7 +111,8 @@ def check_args(args, egos):
                 raise ValueError(f"--adapt: {saved['algorithm']}.py has no --team to learn among others")
             if not saved["args"].get("share_parameters", True):
                 raise ValueError(f"--adapt: {name} has a network for each seat, a learner whose seat changes has one")
-            if (known := checkpoints.known_policies(name)) and known != (others := len(schedule.pool)):
+            known = script.known_policies(name) if hasattr(script, "known_policies") else 0
+            if known and known != (others := len(schedule.pool)):
                 raise ValueError(f"--adapt: {name} tells {known} policies apart, and there are {others} others")
     can_mix = len(schedule.pool) > 1 and schedule.seats > 1
     fill_in(args, {"groups": ("homologue", "non-homologue")[: 2 if can_mix else 1]})

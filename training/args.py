@@ -15,15 +15,8 @@ import envs
 from training import checkpoints, files
 from training.exits import NO_MEMORY, Exit, UsageError, exit_on_signals
 
-LARGEST = {
-    **dict.fromkeys(("hidden_dim", "latent_dim", "mixing_dim", "hypernet_dim", "horizon"), 2**13),
-    **dict.fromkeys(("joint_dim", "critic_dim"), 2**13),
-    "joint_layers": 2**4,
-    **dict.fromkeys(("num_steps", "update_epochs"), 2**13),  # a run is stopped after them, not before
-    **dict.fromkeys(("sims", "train_sims", "rollout_steps", "trees", "depth"), 2**13),
-    **dict.fromkeys(("num_envs", "batch_size"), 2**22),
-}
-PRETRAIN_TIMESTEPS = (100_000, 2_000_000)  # by default, on the CPU and on the GPU
+LARGEST = {"num_envs": 2**22, "batch_size": 2**22}  # of an option; of one whose name ends in _dim it is LARGEST_DIM
+LARGEST_DIM = 2**13
 OUTWARD = ("track", "wandb_project_name", "wandb_entity", "wandb_group")  # no file says where a log goes
 CHANGEABLE = (*OUTWARD, "resume", "time_limit", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
 FOUND_OUT = ("n_policies",)  # options of earlier versions that a run has set by itself, and does not need any more
@@ -59,17 +52,18 @@ def command(args, changed, names, **more):
     return shlex.join(["python", f"{args.script}.py", *words_of({**options, **more})])
 
 
-def from_command_line(args_class, settings=None):
-    """The arguments of the command line; `settings` are other defaults, which --paper or --preset asks for."""
+def from_command_line(args_class, **presets):
+    """The arguments of the command line; `presets`: an option -> the other defaults that it asks for."""
     args = tyro.cli(args_class)
-    if not (getattr(args, "paper", False) or getattr(args, "preset", None)):
-        return args
-    return tyro.cli(args_class, default=with_defaults(args_class, settings))
+    for name, settings in presets.items():
+        if getattr(args, name):
+            return tyro.cli(args_class, default=with_defaults(args_class, settings))
+    return args
 
 
-def parse_args(args_class, script, settings=None):
+def parse_args(args_class, script, **presets):
     """The same, with the runs that a pool's patterns name; a resumed run keeps what it had, and rejects others."""
-    args = from_command_line(args_class, settings)
+    args = from_command_line(args_class, **presets)
     exit_on_signals()
     if hasattr(args, "pool"):
         args.pool = expanded(args.pool)
@@ -139,8 +133,12 @@ def is_pool(typed, saved):
     return plain <= set(saved) <= {*expanded(typed)}
 
 
-def check_ranges(args, positive="", non_negative="", fractions=""):
-    """Rejects numbers out of range; each parameter lists names of arguments. None is accepted."""
+def check_ranges(args, positive="", non_negative="", fractions="", largest=None):
+    """Rejects numbers out of range; each parameter lists names of arguments. None is accepted.
+
+    `largest`: name -> the largest number that is accepted, where the script has a limit of its own
+    """
+    limits = LARGEST | (largest or {})
     ranges = (
         (positive, "above 0", lambda x: x > 0),
         (non_negative, "from 0 up", lambda x: x >= 0),
@@ -148,12 +146,12 @@ def check_ranges(args, positive="", non_negative="", fractions=""):
     )
     for names, allowed, accepts in ranges:
         for name in names.split():
-            value = getattr(args, name)
+            value, most = getattr(args, name), limits.get(name, LARGEST_DIM if name.endswith("_dim") else 2**62)
             numbers = value if isinstance(value, (tuple, list)) else [] if value is None else [value]
             if not all(map(accepts, numbers)):
                 raise UsageError(f"{option(name)} is {allowed}, not {value}")
-            if not all(number <= LARGEST.get(name, 2**62) for number in numbers):
-                raise UsageError(f"{option(name)} is at most {LARGEST.get(name, 2**62)}, not {value}")
+            if not all(number <= most for number in numbers):
+                raise UsageError(f"{option(name)} is at most {most}, not {value}")
             if list(numbers) != sorted(numbers):
                 raise UsageError(f"{option(name)} is in rising order, not {value}")
     name = getattr(args, "exp_name", "x")
@@ -190,8 +188,6 @@ def fill_in_sizes(args):
         defaults = {"num_envs": 64, "total_timesteps": 1_000_000, "batch_size": 32, "train_frequency": 200}
     if slow_game:  # slow: it is learned from more often
         defaults |= {"num_envs": 8, "train_frequency": 60}
-    if hasattr(args, "pretrain_timesteps"):
-        defaults["pretrain_timesteps"] = PRETRAIN_TIMESTEPS[args.cuda]
     fill_in(args, defaults)
     fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
     most = args.total_timesteps + args.num_envs  # episodes: each has a step or more, the last round may begin late

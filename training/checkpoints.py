@@ -377,13 +377,6 @@ def load_weights(source, name, network, weights):
     network.load_state_dict(weights)
 
 
-def known_policies(run):
-    """How many policies of each other agent a run with a belief tells apart, by its last layer; 0 without a belief."""
-    saved = read_run(run)
-    outputs = saved["networks"].get("model", {}).get("head.bias", torch.empty(0)).numel()
-    return max(outputs // max(saved["sizes"]["n_agents"] - 1, 1) - saved["sizes"]["n_actions"], 0)
-
-
 def load_optimizer(optimizer, saved):
     """Loads the state of an optimiser; a ValueError says what does not fit."""
     current = optimizer.state_dict()

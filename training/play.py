@@ -88,19 +88,6 @@ def predicted_places(env, seat, predicted_obs, obs):
     return [(seat, *place) for place, seen in zip(places.tolist(), visible.tolist()) if seen]
 
 
-@torch.no_grad()
-def reconstruction(runner, model, steps=10):
-    """A picture of a match after some steps, with the others where the VAE of OMG's opponent model has them."""
-    env, team = runner.env, runner.team
-    env.reset()
-    for _ in range(min(steps, env.episode_limit // 2)):
-        env.step(runner.policy())
-    obs = team.select(env.obs)
-    seat = int(team.learner_seats[0, 0])
-    code, _ = model.vae.encode(model.states({}, obs))
-    return env.render(goals=predicted_places(env, seat, *model.views(code, obs)), sight=seat)
-
-
 # ---- playing ----
 def play(env, act, goals, seed, watch=lambda scene: None):
     """Plays a match; returns (its scenes, its summary). Each scene is passed to `watch` at once."""

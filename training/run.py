@@ -104,7 +104,8 @@ def versions():
 
 # ---- networks of earlier runs ----
 def initialise_from(run, learner):
-    """--init: loads the networks that both runs have. A mixer of other sizes stays new; other misfits are errors.
+    """--init: loads the networks that both runs have. One of other sizes is an error, or stays new if the learner lists
+    it as `team_networks`.
 
     Where the run has no `target_<name>` this one starts from <name>, as in a new run.
     """
@@ -123,7 +124,7 @@ def initialise_from(run, learner):
         fits = weights is not None and _shapes(weights) == _shapes(network.state_dict())
         if fits:
             network.load_state_dict(weights)
-        elif name == "agents" or (weights is not None and "mixer" not in name):
+        elif name == "agents" or (weights is not None and name not in getattr(learner, "team_networks", ())):
             misfit = f"the {name} of a run of {saved['algorithm']}.py have other sizes or options"
             raise UsageError(f"--init {run}: {misfit}")
 

@@ -32,13 +32,13 @@ OF_POPULATION_SCRIPTS = {  # that they do not have in common with iql.py
 }  # fmt: skip
 LINES = {
     "iql": 460, "vdn": 465, "qmix": 500, "qtran": 545, "naive_om_iql": 550, "liam_iql": 550, "mix_iql": 600,
-    "belief_iql": 590, "ippo": 440, "mappo": 445, "coma": 500, "brdiv": 530, "hop": 650, "omg_iql": 805,
+    "belief_iql": 600, "ippo": 440, "mappo": 445, "coma": 500, "brdiv": 530, "hop": 650, "omg_iql": 820,
     "pretrain_cvae": 210,
 }  # fmt: skip
 CHANGED_LINES = {
     ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("qmix", "qtran"): 140, ("iql", "naive_om_iql"): 260,
-    ("naive_om_iql", "liam_iql"): 100, ("naive_om_iql", "omg_iql"): 400, ("liam_iql", "mix_iql"): 125,
-    ("naive_om_iql", "belief_iql"): 120, ("ippo", "mappo"): 20, ("iql", "brdiv"): 285,
+    ("naive_om_iql", "liam_iql"): 100, ("naive_om_iql", "omg_iql"): 420, ("liam_iql", "mix_iql"): 125,
+    ("naive_om_iql", "belief_iql"): 130, ("ippo", "mappo"): 20, ("iql", "brdiv"): 285,
 }  # fmt: skip
 
 

@@ -620,7 +620,7 @@ def test_the_target_network_can_be_a_copy_every_few_updates(name):
 def test_a_preset_has_pymarls_settings_and_options_go_before_them(name, monkeypatch):
     script = ALL_SCRIPTS[name]
     monkeypatch.setattr("sys.argv", [f"{name}.py", "--preset", "pymarl", "--learning-rate", "0.001"])
-    args = from_command_line(script.Args, script.PYMARL)
+    args = from_command_line(script.Args, preset=script.PYMARL)
     published = {"gamma": 0.99, "reward_scale": 1.0, "total_timesteps": 2_050_000, "eval_interval": 10_000}
     if name == "coma":
         published |= {"num_envs": 8, "td_lambda": 0.8, "start_e": 0.5, "end_e": 0.01, "critic_learning_rate": 0.0005}
