@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.util
 import re
+import subprocess
 import sys
 
 import pytest
@@ -82,6 +83,20 @@ def test_every_option_has_a_help_text(program, capsys, monkeypatch):
     for name, (_, help_text) in fields_of(program).items():
         assert help_text, f"--{name} has no help text"
         assert "".join(help_text.split()) in shown, f"--help does not show the text of --{name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["iql.py", *TOOLS])
+def test_every_command_answers_help(program):
+    module = program.removesuffix(".py").replace("/", ".")
+    words, name = (["-m", module], f"python -m {module}") if "/" in program else ([program], program)
+    ended = subprocess.run([sys.executable, *words, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith(f"usage: {name} [-h]")
+
+
+def test_play_answers_to_its_old_name():
+    words = [sys.executable, "-m", "envs.play", "--help"]
+    assert subprocess.check_output(words, cwd=ROOT, text=True).startswith("usage: python -m training.play [-h]")
 
 
 # ---- commands and options in the text ----
