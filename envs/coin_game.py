@@ -1,7 +1,7 @@
 """The coin game: two players on a small torus collect coins, and taking the other's coin costs the other.
 
 One match is scalar code on arrays indexed by match m and player a. Cells are numbered row by row; NOWHERE is no cell.
-docs/coin_game.md has the rules in words.
+docs/games.md has the rules in words.
 """
 
 from collections import namedtuple
@@ -198,7 +198,7 @@ def act_one(m, a, policy, rule, game):
 
 
 class CoinGame(Batch):
-    """The coin game on one size of torus. docs/coin_game.md describes the rules and options; envs.make builds one."""
+    """The coin game on one size of torus. docs/games.md describes the rules and options; envs.make builds one."""
 
     policies = POLICIES
     team_reward = False

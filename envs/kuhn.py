@@ -1,6 +1,6 @@
 """Kuhn poker over many hands: two players, three cards, and an opponent whose habits show from hand to hand.
 
-One match is scalar code on arrays indexed by match m and player a. docs/kuhn.md has the rules in words.
+One match is scalar code on arrays indexed by match m and player a. docs/games.md has the rules in words.
 """
 
 from collections import namedtuple
@@ -235,7 +235,7 @@ def act_one(m, a, policy, rule, game):
 
 
 class Kuhn(Batch):
-    """Hands of Kuhn poker. docs/kuhn.md describes the rules and the players; envs.make builds one."""
+    """Hands of Kuhn poker. docs/games.md describes the rules and the players; envs.make builds one."""
 
     policies = POLICIES
     default_others = POLICIES[:TYPES]

@@ -1,6 +1,6 @@
 """Repeated matrix games: two players choose one of two actions again and again, and a table has what both earn.
 
-One match is scalar code on arrays indexed by match m and player a. docs/matrix_games.md has the games and strategies.
+One match is scalar code on arrays indexed by match m and player a. docs/games.md has the games and strategies.
 """
 
 from collections import namedtuple
@@ -122,7 +122,7 @@ def act_one(m, a, policy, rule, game):
 
 
 class MatrixGame(Batch):
-    """A repeated matrix game. docs/matrix_games.md describes them; envs.make builds one."""
+    """A repeated matrix game. docs/games.md describes them; envs.make builds one."""
 
     policies = POLICIES
     team_reward = False

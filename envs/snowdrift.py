@@ -1,6 +1,6 @@
 """The Markov snowdrift game of HOP: whoever removes a drift pays for it, and everybody gains.
 
-One match is scalar code on arrays indexed by match m and player a. Cells are numbered row by row. docs/snowdrift.md has
+One match is scalar code on arrays indexed by match m and player a. Cells are numbered row by row. docs/games.md has
 the rules in words.
 """
 
@@ -162,7 +162,7 @@ def act_one(m, a, policy, rule, game):
 
 
 class Snowdrift(Batch):
-    """Snowdrift games on a square grid. docs/snowdrift.md describes the rules and options; envs.make builds one."""
+    """Snowdrift games on a square grid. docs/games.md describes the rules and options; envs.make builds one."""
 
     policies = POLICIES
     team_reward = False
