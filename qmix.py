@@ -4,7 +4,7 @@ Hundreds of matches are played in lock step and stored in a replay buffer on the
 lambda-returns and a slowly moving target network (Rashid et al. 2018, after PyMARL's QMIX).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
-    python qmix.py --env-id 3m --cuda               docs/qmix.md has the logged keys, the deviations and the results
+    python qmix.py --env-id 3m --cuda    docs/value_factorisation.md has the logged keys, the deviations and the results
 """
 
 import copy

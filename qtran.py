@@ -4,7 +4,7 @@ Hundreds of matches are played in lock step and stored in a replay buffer on the
 lambda-returns and a slowly moving target network (Son et al. 2019, after PyMARL's QTRAN-base).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
-    python qtran.py --env-id 3m --cuda              docs/qtran.md has the logged keys, the deviations and the results
+    python qtran.py --env-id 3m --cuda   docs/value_factorisation.md has the logged keys, the deviations and the results
 """
 
 import copy

@@ -4,7 +4,7 @@ Hundreds of matches are played in lock step and stored in a replay buffer on the
 lambda-returns and a slowly moving target network (Sunehag et al. 2018, after PyMARL's VDN).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
-    python vdn.py --env-id 3m --cuda                docs/vdn.md has the logged keys, the deviations and the results
+    python vdn.py --env-id 3m --cuda     docs/value_factorisation.md has the logged keys, the deviations and the results
 """
 
 import copy
