@@ -4,7 +4,7 @@ Thousands of matches are played for a few steps at a time and go on where they s
 generalised advantage estimation, normalised values and masks for dead agents (Yu et al. 2022).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
-    python mappo.py --env-id 3m --cuda              docs/mappo.md has the logged keys, the deviations and the results
+    python mappo.py --env-id 3m --cuda              docs/ppo.md has the logged keys, the deviations and the results
 """
 
 import sys
