@@ -5,7 +5,7 @@ decoder reconstructs from it what the others see and do. Everything else is inde
 others have fixed policies, drawn anew for every match (Papoudakis, Christianos, Albrecht, NeurIPS 2021).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
-    python liam_iql.py --env-id 3m --n-agents 8 --cuda           docs/liam_iql.md has the logged keys and the results
+    python liam_iql.py --env-id 3m --n-agents 8 --cuda       docs/opponent_models.md has the logged keys and the results
 """
 
 import copy
@@ -482,7 +482,7 @@ class Learner:
 
 @torch.no_grad()
 def analyse(learner, episodes):
-    """How right the model is in recorded episodes, and how much Q depends on it: docs/liam_iql.md."""
+    """How right the model is in recorded episodes, and how much Q depends on it: docs/opponent_models.md."""
     inputs = learner.inputs(episodes)
     inferred, _, metrics = learner.model_loss(episodes, *inputs)
     metrics = {name: value.item() for name, value in metrics.items()}

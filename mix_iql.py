@@ -7,7 +7,7 @@ iql.py. The others have fixed policies, drawn anew for every match (after "Gener
 2605.31318, which uses PPO).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
-    python mix_iql.py --env-id 3m --n-agents 8 --cuda            docs/mix_iql.md has the logged keys and the results
+    python mix_iql.py --env-id 3m --n-agents 8 --cuda        docs/opponent_models.md has the logged keys and the results
 """
 
 import copy
@@ -531,7 +531,7 @@ class Learner:
 
 @torch.no_grad()
 def analyse(learner, episodes):
-    """How right the model is in recorded episodes, and how much Q depends on it: docs/mix_iql.md."""
+    """How right the model is in recorded episodes, and how much Q depends on it: docs/opponent_models.md."""
     inputs = learner.inputs(episodes)
     inferred, _, metrics = learner.model_loss(episodes, *inputs)
     metrics = {name: value.item() for name, value in metrics.items()}

@@ -5,7 +5,7 @@ other agent's next action, which are an input of the Q-network. Everything else 
 The others have fixed policies, drawn anew for every match.
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
-    python naive_om_iql.py --env-id 3m --n-agents 8 --cuda      docs/naive_om_iql.md has the logged keys and the results
+    python naive_om_iql.py --env-id 3m --n-agents 8 --cuda   docs/opponent_models.md has the logged keys and the results
 """
 
 import copy
@@ -483,7 +483,7 @@ class Learner:
 
 @torch.no_grad()
 def analyse(learner, episodes):
-    """How right the model is in recorded episodes, and how much Q depends on it: docs/naive_om_iql.md."""
+    """How right the model is in recorded episodes, and how much Q depends on it: docs/opponent_models.md."""
     inputs = learner.inputs(episodes)
     inferred, _, heads = learner.model_loss(episodes, *inputs)
     metrics = {f"{name}_accuracy": accuracy(*head).item() for name, head in heads.items()}
