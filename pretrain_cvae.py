@@ -2,7 +2,7 @@
 
 The others play every seat. Both go into one file for `omg_iql.py --vae FILE`; without one, it does the same by itself.
 
-    python pretrain_cvae.py --env-id 8m --cuda --team 7qmix1omg --pool "runs/8m__qmix__*"        docs/pretrain_cvae.md
+    python pretrain_cvae.py --env-id 8m --cuda --team 7qmix1omg --pool "runs/8m__qmix__*"        docs/omg_iql.md
 """
 
 import sys
