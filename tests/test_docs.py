@@ -25,6 +25,12 @@ TOOLS = [
 BENCHMARKS = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
 PROGRAMS = [*SCRIPT_FILES, *TOOLS, *sorted(BENCHMARKS - {"benchmarks/rmsprop.py"})]  # which has no options
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+PAGE_OF = {  # of scripts that share one
+    **dict.fromkeys(("vdn", "qmix", "qtran"), "value_factorisation"),
+    **dict.fromkeys(("ippo", "mappo"), "ppo"),
+    **dict.fromkeys(("naive_om_iql", "liam_iql", "mix_iql"), "opponent_models"),
+    "pretrain_cvae": "omg_iql",
+}
 KEY = re.compile(r"`((?:charts|losses|eval|final|best|best_script|brdiv|omg?|pretrain)/\w+(?:/\w+)?)`")
 OF_OTHER_PROGRAMS = re.compile(r"\b(?:tensorboard|ray start|ruff check|pip install) [^#`\n]*")
 EXAMPLES = {"--help", "--my-option"}
@@ -156,6 +162,10 @@ def numbered(key):
     return re.sub(r"\d+$", "N", key)
 
 
+def page_of(script):
+    return PAGE_OF.get(script, script)
+
+
 def keys_on(page):
     return {numbered(key) for key in KEY.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))}
 
@@ -167,15 +177,22 @@ def test_every_logged_key_is_documented(name, logged_keys):
     loss = "losses/policy_loss" if name in (*POLICY_SCRIPTS, *PLANNERS) else "losses/td_loss"
     assert {"charts/episodic_return_N", loss, "eval/win_rate"} <= keys
     assert (name == "omg_iql") == ({"omg/kl_per_dim", "omg/selected_k", "pretrain/kl"} <= keys)
-    assert keys - keys_on(name) - keys_on("iql") == set()
+    assert keys - keys_on(page_of(name)) - keys_on("iql") == set()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [*ALL_SCRIPTS, "pretrain_cvae", "scripts"])
+@pytest.mark.parametrize("page", sorted({*map(page_of, ALL_SCRIPTS), "scripts"}))
 def test_every_documented_key_is_logged(page, logged_keys):
     logged = set().union(*map(logged_keys, (*ALL_SCRIPTS, "pretrain_cvae")))
     logged |= logged_keys("liam_iql", "3m") | logged_keys("iql", "kuhn")  # who wins counts there; sides learn there
     assert keys_on(page) - logged == set()
+
+
+def test_every_script_has_its_page():
+    for script in SCRIPT_FILES:
+        page = f"docs/{page_of(script.removesuffix('.py'))}.md"
+        assert page in (ROOT / script).read_text(encoding="utf-8")
+        assert script in (ROOT / page).read_text(encoding="utf-8"), f"{page} says nothing of {script}"
 
 
 # ---- links ----
