@@ -11,33 +11,18 @@ A match is one of the games that are played side by side; a seat is an agent's p
 """
 
 import copy
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
+from training.options import RunArgs, answer_help
 
 STARTED = time.time()  # before the slow imports
 
 
 @dataclass
-class Args:
+class Args(RunArgs):
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: int = 1  # the seed of all random numbers
-    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
-    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
-    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
-    wandb_project_name: str = "omg-marl"  # wandb's project
-    wandb_entity: str | None = None  # wandb's entity (team)
-    wandb_group: str | None = None  # wandb's group of runs
-    capture_video: bool = False  # whether to save a GIF of a match of the final policy
-    run_root: str = "runs"  # the folder in which run folders are made
-    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
-    checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
-    resume: str | None = None  # a run folder to continue; other arguments must be as they were
-    init: str | None = None  # a run folder whose networks this run starts from
-    time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
 
     env_id: str = "stag_hunt_4x4"  # the environment: one with a list of goals, or any with --no-goals
     n_agents: int | None = None  # number of agents, where the environment leaves it open
@@ -52,7 +37,6 @@ class Args:
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 5)
     eval_episodes: int = 64  # episodes of an evaluation
     final_eval_episodes: int = 128  # episodes of the last evaluation
-    log_interval: float = 1.0  # seconds between lines of the log
 
     sims: int | None = None  # simulations of a tree (default: 200 on the GPU, 50 on the CPU); 0: the network's policy
     trees: int = 5  # trees of a decision, each with goals of the others drawn from the belief
@@ -80,8 +64,8 @@ class Args:
     hidden_dim: int | None = None  # units of the layer behind them (default: 512 on the GPU, 128 on the CPU)
 
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    tyro.cli(Args)  # prints the help and exits, before the slow imports
+if __name__ == "__main__":
+    answer_help(Args)  # before the slow imports
 
 import torch
 import torch.nn as nn

@@ -7,33 +7,18 @@ A match is one of the games that are played side by side; a seat is an agent's p
     python ippo.py --env-id 3m --cuda               docs/ppo.md has the logged keys, the deviations and the results
 """
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
+from training.options import RunArgs, answer_help
 
 STARTED = time.time()  # before the slow imports
 
 
 @dataclass
-class Args:
+class Args(RunArgs):
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: int = 1  # the seed of all random numbers
-    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
-    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
-    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
-    wandb_project_name: str = "omg-marl"  # wandb's project
-    wandb_entity: str | None = None  # wandb's entity (team)
-    wandb_group: str | None = None  # wandb's group of runs
-    capture_video: bool = False  # whether to save a GIF of a match of the final policy
-    run_root: str = "runs"  # the folder in which run folders are made
-    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
-    checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
-    resume: str | None = None  # a run folder to continue; other arguments must be as they were
-    init: str | None = None  # a run folder whose networks this run starts from
-    time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
     n_agents: int | None = None  # number of agents, where the environment leaves it open
@@ -47,10 +32,6 @@ class Args:
     tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 2048 on the GPU, 64 or with a team 512 on the CPU)
     total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 2 on the CPU
-    eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
-    eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
-    final_eval_episodes: int = 512  # episodes of the last evaluation
-    log_interval: float = 1.0  # seconds between lines of the log
 
     learning_rate: float = 3e-3  # Adam's learning rate
     anneal_lr: bool = True  # whether it falls to 0 over the run
@@ -72,8 +53,8 @@ class Args:
     death_mask: bool = True  # whether a dead agent's critic sees zeros, its last action and its seat only
 
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    tyro.cli(Args)  # prints the help and exits, before the slow imports
+if __name__ == "__main__":
+    answer_help(Args)  # before the slow imports
 
 import torch
 import torch.nn as nn

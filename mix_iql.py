@@ -11,35 +11,19 @@ A match is one of the games that are played side by side; a seat is an agent's p
 """
 
 import copy
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
+from training.options import RunArgs, answer_help
 
 STARTED = time.time()  # before the slow imports
 
 
 @dataclass
-class Args:
+class Args(RunArgs):
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: int = 1  # the seed of all random numbers
-    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
-    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
-    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
-    wandb_project_name: str = "omg-marl"  # wandb's project
-    wandb_entity: str | None = None  # wandb's entity (team)
-    wandb_group: str | None = None  # wandb's group of runs
-    capture_video: bool = False  # whether to save a GIF of a match of the final policy
-    run_root: str = "runs"  # the folder in which run folders are made
-    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
-    checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
-    save_buffer: bool = True  # whether checkpoints include the replay buffer, so that the run resumes exactly
-    resume: str | None = None  # a run folder to continue; other arguments must be as they were
-    init: str | None = None  # a run folder whose networks this run starts from
-    time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
     n_agents: int | None = None  # number of agents, where the environment leaves it open
@@ -53,10 +37,6 @@ class Args:
     tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
     total_timesteps: int | None = None  # default: 10 million on the GPU, 1 million or with a team 2 on the CPU
-    eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
-    eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
-    final_eval_episodes: int = 512  # episodes of the last evaluation
-    log_interval: float = 1.0  # seconds between lines of the log
 
     learning_rate: float = 1e-3  # Adam's learning rate
     gamma: float = 0.97  # discount factor
@@ -66,6 +46,7 @@ class Args:
     target_interval: int = 0  # updates between copies to the target network (PyMARL: 200, with --tau 0); 0: none
     buffer_size: int | None = None  # episodes (default: 8192 on the GPU, 4096 on the CPU; with a team up to 4 times)
     buffer_device: Literal["same", "cpu"] = "same"  # where the replay buffer is kept
+    save_buffer: bool = True  # whether checkpoints include the replay buffer, so that the run resumes exactly
     batch_size: int | None = None  # episodes in an update (default: 128 on the GPU, 32 on the CPU)
     train_frequency: int | None = None  # steps per update, 0: one per episode (default: 500, CPU 200, with a team 400)
     start_e: float = 1.0  # epsilon at the start
@@ -83,8 +64,8 @@ class Args:
     q_gradient: bool = True  # whether Q's loss trains the inference model, too, through what Q reads
 
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    tyro.cli(Args)  # prints the help and exits, before the slow imports
+if __name__ == "__main__":
+    answer_help(Args)  # before the slow imports
 
 import torch
 import torch.nn as nn

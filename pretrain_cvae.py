@@ -11,22 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
+from training.options import CommandArgs, answer_help
 
 STARTED = time.time()  # before the slow imports
 
 
 @dataclass
-class Args:
+class Args(CommandArgs):
     exp_name: str = Path(__file__).stem  # the name of this experiment
-    seed: int = 1  # the seed of all random numbers
-    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
-    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
-    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
-    wandb_project_name: str = "omg-marl"  # wandb's project
-    wandb_entity: str | None = None  # wandb's entity (team)
-    wandb_group: str | None = None  # wandb's group of runs
-    run_root: str = "runs"  # the folder in which run folders are made
     script: str = "omg_iql"  # the script whose networks are trained: omg_iql or a modified copy of it
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
@@ -54,8 +46,8 @@ class Args:
     inference: Literal["cvae", "mlp"] = "cvae"  # the conditional VAE, or a network that predicts the subgoal itself
 
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
-    tyro.cli(Args)  # prints the help and exits, before the slow imports
+if __name__ == "__main__":
+    answer_help(Args)  # before the slow imports
 
 import torch
 

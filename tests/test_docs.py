@@ -39,13 +39,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ---- options ----
 @functools.cache
-def fields_of(program):
+def fields_of(program, name="Args"):
     """name -> (its type, its text: a comment, or a string below) of every field of a program's Args."""
     text = (ROOT / program).read_text(encoding="utf-8")
     lines = text.splitlines()
-    (body,) = (node.body for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    (args,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
     found = {}
-    for node, following in zip(body, [*body[1:], None]):
+    for base in args.bases:
+        found |= fields_of("training/options.py", base.id)
+    for node, following in zip(args.body, [*args.body[1:], None]):
         if not isinstance(node, ast.AnnAssign):
             continue
         above, line = lines[node.lineno - 2].strip(), lines[node.end_lineno - 1]

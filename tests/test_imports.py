@@ -1,6 +1,8 @@
 """Environments, training, scripts, experiments: nothing imports what stands to its right."""
 
 import ast
+import subprocess
+import sys
 
 import pytest
 from helpers import ALL_SCRIPTS, ROOT
@@ -43,3 +45,8 @@ def test_nothing_imports_to_the_right(name):
     place = PACKAGES.index(FILES[name])
     found = {package_of(module) for module in imported((ROOT / name).read_text(encoding="utf-8"))}
     assert not found & set(PACKAGES[place + 1 :])
+
+
+def test_what_answers_help_is_there_at_once():
+    code = "import sys, training.options; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,47 @@
+"""The options that manage a run, which are the same in every script; --help, which answers before the slow imports.
+
+    @dataclass
+    class Args(RunArgs):
+        exp_name: str = Path(__file__).stem
+        gamma: float = 0.97  # discount factor
+
+Nothing here imports torch.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import tyro
+
+
+@dataclass
+class CommandArgs:
+    exp_name: str = ""  # the name of this experiment (default: that of the script)
+    seed: int = 1  # the seed of all random numbers
+    torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
+    cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
+    track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
+    wandb_project_name: str = "omg-marl"  # wandb's project
+    wandb_entity: str | None = None  # wandb's entity (team)
+    wandb_group: str | None = None  # wandb's group of runs
+    run_root: str = "runs"  # the folder in which run folders are made
+
+
+@dataclass
+class RunArgs(CommandArgs):
+    capture_video: bool = False  # whether to save a GIF of a match of the final policy
+    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
+    checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
+    resume: str | None = None  # a run folder to continue; other arguments must be as they were
+    init: str | None = None  # a run folder whose networks this run starts from
+    time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)
+    eval_interval: int | None = None  # steps between greedy evaluations (default: total / 50; PyMARL: 10,000)
+    eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
+    final_eval_episodes: int = 512  # episodes of the last evaluation
+    log_interval: float = 1.0  # seconds between lines of the log
+
+
+def answer_help(args_class):
+    """Prints the options and ends the program, if that is what the command line asks for."""
+    if {"-h", "--help"} & set(sys.argv):
+        tyro.cli(args_class)
