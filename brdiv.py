@@ -299,15 +299,15 @@ class ReplayBuffer:
     def __len__(self):
         return int((self.lengths > 0).sum())
 
-    def add(self, episodes, lengths, valid):
+    def add(self, episodes):
         """Stores the valid episodes of a round."""
-        lengths = torch.where(valid, lengths, 0).cpu()
+        lengths = torch.where(episodes.valid, episodes.lengths, 0).cpu()
         stored = lengths.nonzero().flatten()
         if len(stored) == 0:
             return
         rows = int(lengths.max()) + 1
         first_part = self.size - self.cursor  # as many go to the end of the ring, the rest to its start
-        for name, values in episodes.items():
+        for name, values in episodes.data.items():
             data = self.data[name][:rows]
             new = values[:rows] if len(stored) == len(lengths) else values[:rows, stored.to(values.device)]
             data[:, self.cursor : self.cursor + len(stored)] = new[:, :first_part]
@@ -456,8 +456,9 @@ def evaluate(runner, count):
     rounds = []
     with runner.own_random_numbers():
         while sum(len(returns) for returns, *_ in rounds) < count:
-            *results, valid = runner.play()
-            rounds.append([values[valid].cpu() for values in (*results, runner.team.policy_id)])
+            played = runner.play()
+            results = (played.returns, played.lengths, played.won, runner.team.policy_id)
+            rounds.append([values[played.valid].cpu() for values in results])
     *results, number = (torch.cat(values)[:count] for values in zip(*rounds))
     returns, response, confederate = results[0].mean(1), number[:, 0], number[:, 1]
     self_play = response == confederate
@@ -487,18 +488,18 @@ if __name__ == "__main__":
             # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
             progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)
             epsilon = args.start_e + (args.end_e - args.start_e) * progress
-            returns, lengths, won, valid = runner.play(epsilon)
-            steps, episodes = int(lengths.sum()), int(valid.sum())  # read before the updates, to wait for less
-            buffer.add(runner.episodes, lengths, valid)
+            episodes = runner.play(epsilon)
+            steps, number = episodes.count()  # read before the updates, to wait for less
+            buffer.add(episodes)
             every = args.train_frequency  # steps per update; 0, as in PyMARL: an update per episode
-            updates = (run.steps + steps) // every - run.steps // every if every else episodes
+            updates = (run.steps + steps) // every - run.steps // every if every else number
             if updates and len(buffer) >= args.batch_size:
                 learner.learn(buffer, updates)
 
-            run.count(steps, episodes)
-            if run.log_due() and episodes:
+            run.count(steps, number)
+            if run.log_due() and number:
                 run.log(learner.metrics.pop())
-                run.log_episodes(returns, lengths, won, valid, epsilon)
+                run.log_episodes(episodes, epsilon)
             if run.evaluation_due():
                 results, means = evaluate(eval_runner, args.eval_episodes)
                 run.log_evaluation(*results, brdiv=means)

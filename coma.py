@@ -332,18 +332,20 @@ class Learner:
         return F.log_softmax(log_probs.masked_fill(~avail, -1e9), -1)
 
     # ALGO LOGIC: the critic learns backwards in time, one step at a time, then the policy from all steps at once
-    def learn(self, episodes, lengths, valid, epsilon):
+    def learn(self, episodes, epsilon):
         """Learns from a round of episodes, time first, that were played with that epsilon."""
+        data = episodes.data
         self.epsilon.fill_(epsilon)
-        self.lengths.copy_(torch.where(valid, lengths, -1))  # of a match that is not valid nothing is learned
+        # of a match that is not valid nothing is learned
+        self.lengths.copy_(torch.where(episodes.valid, episodes.lengths, -1))
         longest = int(self.lengths.max())
-        rows = min(round_up(longest, self.length_unit) + 1, len(episodes["reward"]))
-        batch = {name: values[:rows] for name, values in episodes.items()} | {"lengths": self.lengths}
+        rows = min(round_up(longest, self.length_unit) + 1, len(data["reward"]))
+        batch = {name: values[:rows] for name, values in data.items()} | {"lengths": self.lengths}
         self.graphed_estimate(batch)
         self.critic_sums.zero_()
         for t in reversed(range(longest)):
             self.time.fill_(t)
-            self.graphed_critic_step(episodes)
+            self.graphed_critic_step(data)
         self.graphed_update(batch)
         self.updates += 1
 
@@ -464,15 +466,15 @@ if __name__ == "__main__":
             # ALGO LOGIC: play a round of episodes, learn from them
             progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)
             epsilon = args.start_e + (args.end_e - args.start_e) * progress
-            returns, lengths, won, valid = runner.play(epsilon)
-            steps, episodes = int(lengths.sum()), int(valid.sum())
-            if episodes:
-                learner.learn(runner.episodes, lengths, valid, epsilon)
+            episodes = runner.play(epsilon)
+            steps, number = episodes.count()
+            if number:
+                learner.learn(episodes, epsilon)
 
-            run.count(steps, episodes)
-            if run.log_due() and episodes:
+            run.count(steps, number)
+            if run.log_due() and number:
                 run.log(learner.metrics.pop())
-                run.log_episodes(returns, lengths, won, valid, epsilon)
+                run.log_episodes(episodes, epsilon)
             if run.evaluation_due():
                 run.log_evaluation(*eval_runner.evaluate(args.eval_episodes))
             if run.save_due():

@@ -521,9 +521,10 @@ class Learner:
             "own_goal": own_goal, "acts": before & is_other,
         }  # fmt: skip
 
-    def learn(self, episodes, lengths):
+    def learn(self, episodes):
         """Some passes over the decisions of a round; in each update as many actions of the others."""
-        samples, size, device = self.samples(episodes, lengths), self.args.batch_size, self.env.device
+        samples = self.samples(episodes.data, episodes.lengths)
+        size, device = self.args.batch_size, self.env.device
         plays, acts = (samples[name].flatten().nonzero().flatten() for name in ("plays", "acts"))
         first = torch.arange(0, samples["goal"].numel(), self.env.n_agents, device=device)  # agent 0 of every match
         agent = (first.view(*samples["seat"].shape[:2], 1) + samples["seat"]).flatten()
@@ -617,14 +618,14 @@ if __name__ == "__main__":
     with Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():
             # ALGO LOGIC: play a round of matches, learn from its decisions
-            returns, lengths, won, valid = runner.play()
-            steps, episodes = int(lengths.sum()), int(valid.sum())
-            learner.learn(runner.episodes, lengths)
+            episodes = runner.play()
+            steps, number = episodes.count()
+            learner.learn(episodes)
 
-            run.count(steps, episodes)
+            run.count(steps, number)
             if run.log_due():
                 run.log(learner.metrics.pop())
-                run.log_episodes(returns, lengths, won, valid)
+                run.log_episodes(episodes)
             if run.evaluation_due():
                 results = eval_runner.evaluate(args.eval_episodes)
                 run.log_evaluation(*results, om=analyse(learner, eval_runner.selection(slice(64))))

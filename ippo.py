@@ -411,7 +411,7 @@ if __name__ == "__main__":
             if run.log_due():
                 run.log(learner.metrics.pop())
                 if episodes:  # any that ended in this rollout
-                    run.log_episodes(*runner.results)
+                    run.log_episodes(runner.results)
             if run.evaluation_due():
                 run.log_evaluation(*eval_runner.evaluate(args.eval_episodes))
             if run.save_due():

@@ -303,15 +303,15 @@ class ReplayBuffer:
     def __len__(self):
         return int((self.lengths > 0).sum())
 
-    def add(self, episodes, lengths, valid):
+    def add(self, episodes):
         """Stores the valid episodes of a round."""
-        lengths = torch.where(valid, lengths, 0).cpu()
+        lengths = torch.where(episodes.valid, episodes.lengths, 0).cpu()
         stored = lengths.nonzero().flatten()
         if len(stored) == 0:
             return
         rows = int(lengths.max()) + 1
         first_part = self.size - self.cursor  # as many go to the end of the ring, the rest to its start
-        for name, values in episodes.items():
+        for name, values in episodes.data.items():
             data = self.data[name][:rows]
             new = values[:rows] if len(stored) == len(lengths) else values[:rows, stored.to(values.device)]
             data[:, self.cursor : self.cursor + len(stored)] = new[:, :first_part]
@@ -505,18 +505,18 @@ if __name__ == "__main__":
             # ALGO LOGIC: play a round of episodes, store them, learn from the buffer
             progress = min(run.steps / max(args.exploration_fraction * args.total_timesteps, 1), 1)
             epsilon = args.start_e + (args.end_e - args.start_e) * progress
-            returns, lengths, won, valid = runner.play(epsilon)
-            steps, episodes = int(lengths.sum()), int(valid.sum())  # read before the updates, to wait for less
-            buffer.add(runner.episodes, lengths, valid)
+            episodes = runner.play(epsilon)
+            steps, number = episodes.count()  # read before the updates, to wait for less
+            buffer.add(episodes)
             every = args.train_frequency  # steps per update; 0, as in PyMARL: an update per episode
-            updates = (run.steps + steps) // every - run.steps // every if every else episodes
+            updates = (run.steps + steps) // every - run.steps // every if every else number
             if updates and len(buffer) >= args.batch_size:
                 learner.learn(buffer, updates)
 
-            run.count(steps, episodes)
-            if run.log_due() and episodes:
+            run.count(steps, number)
+            if run.log_due() and number:
                 run.log(learner.metrics.pop())
-                run.log_episodes(returns, lengths, won, valid, epsilon)
+                run.log_episodes(episodes, epsilon)
             if run.evaluation_due():
                 results = eval_runner.evaluate(args.eval_episodes)
                 run.log_evaluation(*results, om=analyse(learner, eval_runner.selection(slice(64))))

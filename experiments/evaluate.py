@@ -200,7 +200,9 @@ def evaluate(args, ego, saved, others, adapted=0):
         sums = np.zeros((len(names), 5 + args.encounter))
         metrics = [[] for _ in names]
         for _ in range(rounds * schedule.encounter):
-            returns, lengths, won, valid = (values.cpu().numpy() for values in runner.play())
+            played = runner.play()
+            found = (played.returns, played.lengths, played.won, played.valid)
+            returns, lengths, won, valid = (values.cpu().numpy() for values in found)
             returns = returns.astype(float).mean(1) / env.encounters
             valid = valid & (schedule.match < total)
             values = np.stack((np.ones(len(won)), won, returns, returns**2, lengths), 1)  # (matches, 5)

@@ -26,6 +26,7 @@ import qmix
 import qtran
 import vdn
 from training import checkpoints
+from training.episodes import Episodes
 from training.exits import SIGNALS
 
 # TensorBoard reads the logs of a second in the order of their names, which end in a number that counts the writers of a
@@ -127,6 +128,12 @@ def read_log(folder):
     """(step, value) of every scalar in the TensorBoard log of a run, by key."""
     events = EventAccumulator(str(folder)).Reload()
     return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
+
+
+def as_played(data, lengths, valid=None):
+    """Episodes as a runner returns them, with what buffers and learners read."""
+    valid = torch.ones_like(lengths, dtype=torch.bool) if valid is None else valid
+    return Episodes(data, returns=data["reward"].sum(0), lengths=lengths, won=valid, valid=valid)
 
 
 def make_learner(name, env, args, policies=2):

@@ -1,8 +1,8 @@
 """Plays whole episodes of all matches in lock step and records them. Nothing here learns.
 
     runner = EpisodeRunner(env, team, player, fields=("obs", "action", "avail"))
-    returns, lengths, won, valid = runner.play(epsilon=0.1)
-    runner.episodes["obs"]                                  # (episode_limit + 1, matches, seats, obs_dim)
+    episodes = runner.play(epsilon=0.1)                     # `Episodes`, one of every match
+    episodes.data["obs"]                                    # (episode_limit + 1, matches, seats, obs_dim)
 
 A player acts for the learner's seats. It has
 
@@ -25,6 +25,7 @@ and may have
 """
 
 import contextlib
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,34 @@ PER_AGENT = ("action", "reward", "obs", "avail", "alive", "last_action", "agent_
 OF_STEP = ("action", "all_action", "reward", "all_reward", "terminated")  # recorded with the step; the rest after it
 
 
+# ---- the loop ----
+@torch.no_grad()
+def play_chunk(runner):
+    """A few steps of all matches, as a CUDA graph captures them."""
+    for row in range(CHUNK):
+        action, obs, reward, terminated, truncated, info = play_step(runner)
+        # what was done and what is seen now goes into row `row` of the chunk, under the names that were asked for
+        fields = runner.fields(action=action, reward=reward, terminated=terminated, obs=obs, **info)
+        runner.record(runner.chunk, row, fields | runner.outputs | runner.watched())
+        # a match that is over stays as it is, and its episode grows no longer
+        runner.lengths += runner.running
+        runner.running &= ~(terminated | truncated)
+
+
+@torch.no_grad()
+def play_step(runner):
+    """One step of all matches; returns everybody's actions and what the environment returns."""
+    runner.before_step()
+    # the learner's seats act on what they see, (matches, seats), and team-mates in all others, (matches, n_agents)
+    action = runner.player.act(runner.inputs(), runner.epsilon)
+    action = runner.last_action.copy_(runner.team.joint_action(action, runner.team_last_action))
+    # every match goes on by one step, and who keeps track of the others may look
+    obs, reward, terminated, truncated, info = runner.env.step(action)
+    runner.after_step(terminated, truncated)
+    return action, obs, reward, terminated, truncated, info
+
+
+# ---- what goes in and out ----
 class Stopped(Exception):
     """Raised by an EpisodeRunner that leaves its game because the run was asked to stop."""
 
@@ -57,6 +86,21 @@ class Inputs(NamedTuple):
     alive: torch.Tensor | None = None  # (matches, seats), in a match that goes on; None for team-mates
     match: torch.Tensor | None = None  # (matches,), which matches of the environment these are; None: all, in order
     visible_last_action: torch.Tensor | None = None  # (matches, seats, n_agents), see `visible_last_action`
+
+
+@dataclass
+class Episodes:
+    """An episode of every match, in memory that the next round overwrites."""
+
+    data: dict  # what was recorded by name, (episode_limit + 1, matches, ...); behind an end old data
+    returns: torch.Tensor  # (matches, seats)
+    lengths: torch.Tensor  # (matches,)
+    won: torch.Tensor  # (matches,)
+    valid: torch.Tensor  # (matches,), false where a match of the real game has failed
+
+    def count(self):
+        """(steps, valid episodes) as numbers: reading them waits for the device."""
+        return int(self.lengths.sum()), int(self.valid.sum())
 
 
 def visible_last_action(visible, last_action):
@@ -84,8 +128,8 @@ class EpisodeRunner:
         self.match_returns, self.match_metrics, self.side_returns = {}, {}, []
         recorded = [name for name in ("reward", *fields) if name not in ("policy", *self.per_match)]
         rows = round_up(env.episode_limit, CHUNK) + 1
-        values = self._fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
-        values |= self.outputs | self._watched()
+        values = self.fields(action=env.actions, reward=env.reward, terminated=env.terminated, obs=env.obs, **env.info)
+        values |= self.outputs | self.watched()
         needed = rows * sum(values[name].nbytes for name in recorded)
         if needed > memory_of(env.device):
             raise MemoryError(f"a round of {env.num_envs} matches takes {needed / 2**30:.0f} GiB: play fewer at a time")
@@ -99,7 +143,7 @@ class EpisodeRunner:
         self.running = torch.zeros_like(env.terminated)
         self.lengths = torch.zeros_like(env.actions[:, 0])
         self.team_last_action = torch.zeros_like(env.actions) if env.encounters > 1 else self.last_action
-        self.play_chunk = self._graphed(self._play_chunk)
+        self.play_chunk = self._graphed(lambda: play_chunk(self))
         if env.simulated:
             env.reset()  # so that a snapshot has its random streams
 
@@ -109,7 +153,7 @@ class EpisodeRunner:
         captured = self.env.simulated and not any(getattr(player, "own_graphs", False) for player in players)
         return Graphed(function, self.env.device if captured else torch.device("cpu"))
 
-    def _fields(self, **values):
+    def fields(self, **values):
         """Values by the names they are recorded under."""
         fields = dict(values)
         for name in PER_AGENT:
@@ -118,7 +162,7 @@ class EpisodeRunner:
                 fields[f"all_{name}"] = values[name]
         return fields
 
-    def _watched(self):
+    def watched(self):
         """The others' last actions that can be seen now, where they are wanted."""
         if not self.watches:
             return {}
@@ -137,49 +181,35 @@ class EpisodeRunner:
         if hasattr(self.player, "forget"):
             self.player.forget()
 
-    def _record(self, record, row, values):
+    def record(self, record, row, values):
         for name in record.keys() & values.keys():
             record[name][row] = values[name]
 
-    @torch.no_grad()
-    def act(self):
-        """The joint action now, (matches, n_agents)."""
+    def inputs(self):
+        """What the player acts on now."""
         select = self.team.select
-        inputs = Inputs(
+        return Inputs(
             obs=select(self.env.obs),
             avail=select(self.env.info["avail"]),
             last_action=select(self.last_action),
             all_last_action=self.last_action,
             seat=self.team.learner_seats,
             alive=self.running.unsqueeze(1) & select(self.env.info["alive"]),
-            **self._watched(),
+            **self.watched(),
         )
-        action = self.player.act(inputs, self.epsilon)
-        action = self.team.joint_action(action, self.team_last_action)
-        return self.last_action.copy_(action)
 
-    @torch.no_grad()
-    def _play_chunk(self):
-        for row in range(CHUNK):
-            action, obs, reward, terminated, truncated, info = self._step()
-            fields = self._fields(action=action, reward=reward, terminated=terminated, obs=obs, **info)
-            self._record(self.chunk, row, fields | self.outputs | self._watched())
-            self.lengths += self.running
-            self.running &= ~(terminated | truncated)
-
-    def _step(self):
-        """Everybody's actions, and what the environment returns."""
+    def before_step(self):
         if not self.env.simulated:
             self.check_stop()
-        action = self.act()
-        encounter = self.env.info["encounter"].clone() if self.env.encounters > 1 else None
-        results = self.env.step(action)
+        if self.env.encounters > 1:
+            self.encounter = self.env.info["encounter"].clone()
+
+    def after_step(self, terminated, truncated):
         if hasattr(self.player, "observe"):
-            self.player.observe(action, results[2] | results[3])
-        if encounter is not None:  # the others start anew in every match
-            new_match = (self.env.info["encounter"] != encounter).unsqueeze(1)
-            self.team_last_action.copy_(torch.where(new_match, -1, action))
-        return action, *results
+            self.player.observe(self.last_action, terminated | truncated)
+        if self.env.encounters > 1:  # the others start anew in every match
+            new_match = (self.env.info["encounter"] != self.encounter).unsqueeze(1)
+            self.team_last_action.copy_(torch.where(new_match, -1, self.last_action))
 
     def check_stop(self):
         """Raises Stopped when the caller wants an end."""
@@ -187,11 +217,7 @@ class EpisodeRunner:
             raise Stopped
 
     def play(self, epsilon=0.0):
-        """Plays one episode of every match.
-
-        Returns (returns (matches, seats), lengths, won, valid), all overwritten by the next call. Matches of the real
-        game that failed are not valid. Raises Stopped or GameFailed.
-        """
+        """Plays one episode of every match; returns `Episodes`. Raises Stopped or GameFailed."""
         if self.env.simulated:
             return self._play(epsilon)
         self.env.while_waiting = self.check_stop
@@ -212,7 +238,7 @@ class EpisodeRunner:
         self.last_action.fill_(-1)
         self.team_last_action.fill_(-1)
         self.epsilon.fill_(epsilon)
-        self._record(self.episodes, 0, self._fields(obs=obs, **info) | self._watched())
+        self.record(self.episodes, 0, self.fields(obs=obs, **info) | self.watched())
         for t in range(0, self.env.episode_limit, CHUNK):
             self.play_chunk()
             for name, values in self.chunk.items():
@@ -224,7 +250,7 @@ class EpisodeRunner:
         self.invalid_rounds = 0 if valid.any() else self.invalid_rounds + 1
         if self.invalid_rounds == MAX_INVALID_ROUNDS:
             raise GameFailed(f"{self.env.name}: no valid match in {MAX_INVALID_ROUNDS} rounds in a row")
-        return self.episodes["reward"].sum(0), self.lengths, info["won"], valid
+        return Episodes(self.episodes, self.episodes["reward"].sum(0), self.lengths, info["won"], valid)
 
     def collect(self, steps, show=lambda played: None):
         """At least `steps` steps in two or more rounds, a dictionary of copies each; invalid matches are left out.
@@ -233,12 +259,13 @@ class EpisodeRunner:
         """
         rounds, played = [], 0
         while played < steps or len(rounds) < 2:
-            _, lengths, _, valid = self.play()
+            episodes = self.play()
+            lengths, valid = episodes.lengths, episodes.valid
             played += int(lengths.sum())
             rows = torch.arange(int(lengths.max()) + 1, device=lengths.device).view(-1, 1, 1)
-            episodes = {name: values[: len(rows), valid].clone() for name, values in self.episodes.items()}
-            episodes["mask"] = episodes["alive"] & (rows <= lengths[valid].unsqueeze(-1))
-            rounds.append(episodes)
+            data = {name: values[: len(rows), valid].clone() for name, values in episodes.data.items()}
+            data["mask"] = data["alive"] & (rows <= lengths[valid].unsqueeze(-1))
+            rounds.append(data)
             show(played)
             self.check_stop()
         return rounds
@@ -273,10 +300,11 @@ class EpisodeRunner:
         teams = self.team.whole(count if encounter == 1 else -(-count // (matches * encounter)) * matches)
         while played < teams * encounter or self.rounds % encounter:
             left = teams - len(results) // encounter * matches  # of the teams that count; none where a game has failed
-            *numbers, valid = self.play()
+            episodes = self.play()
+            numbers, valid = (episodes.returns, episodes.lengths, episodes.won), episodes.valid
             if left > 0:
                 valid = valid & (torch.arange(matches, device=valid.device) < left)
-            results.append([tensor[valid].cpu() for tensor in (*numbers, *self.returns_by_side(numbers[0]))])
+            results.append([tensor[valid].cpu() for tensor in (*numbers, *self.returns_by_side(episodes.returns))])
             played += len(results[-1][0])
             if len(results) > LONG_EVALUATION:  # a shorter one is finished, so that the run resumes exactly
                 self.check_stop()
@@ -309,6 +337,7 @@ class EpisodeRunner:
         number = self.episodes["encounter"]  # of a row, as its observation; so is its reward's
         return {n + 1: torch.where(number == n, reward, 0.0).sum(0) for n in range(self.env.encounters)}
 
+    @torch.no_grad()
     def policy(self, obs=None, info=None):
         """Greedy play, step by step, for a caller that steps the environment: joint actions (matches, n_agents)."""
         starting = (self.env.steps == 0) & (self.env.info["encounter"] == 0)
@@ -319,7 +348,8 @@ class EpisodeRunner:
         self.last_action.masked_fill_(starting.unsqueeze(1), -1)
         if self.env.encounters > 1:
             self.team_last_action.copy_(torch.where((self.env.steps == 0).unsqueeze(1), -1, self.last_action))
-        return self.act()
+        action = self.player.act(self.inputs(), self.epsilon)
+        return self.last_action.copy_(self.team.joint_action(action, self.team_last_action))
 
     def goals(self):
         """Predicted places to mark in a picture of the first match, where the player has such predictions."""

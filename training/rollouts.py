@@ -3,7 +3,7 @@
     runner = RolloutRunner(env, team, player, fields=("obs", "avail", "action", "next_obs"), steps=32)
     rollout = runner.next_rollout()
     rollout["obs"]                                          # (steps, matches, seats, obs_dim)
-    returns, lengths, won, ended = runner.results           # of the matches that ended in this rollout
+    runner.results                                          # `Episodes`, valid where a match ended in this rollout
 
 A match that is over starts anew at once, and the next rollout goes on where the last one stopped. Team-mates are drawn
 for all matches at the same time. They stay for a round, so many rollouts that several matches fit in, however long they
@@ -17,7 +17,7 @@ import torch
 
 from envs.batch import memory_of
 from training import checkpoints
-from training.episodes import EpisodeRunner
+from training.episodes import EpisodeRunner, Episodes, play_step
 
 # Matches of the longest kind in a round, at least: with fewer more steps are of matches without an end, with more new
 # team-mates come later. Of encounters that are one episode there are two.
@@ -38,10 +38,11 @@ class RolloutRunner(EpisodeRunner):
         self.rollouts_in_round = -(-longest // steps) if team.used else sys.maxsize
         self.rollouts = 0  # played so far
         self.returns = torch.zeros_like(team.select(env.reward))
-        self.results = [torch.zeros_like(x) for x in (self.returns, self.lengths, self.running, self.running)]
+        results = [torch.zeros_like(x) for x in (self.returns, self.lengths, self.running, self.running)]
+        self.results = Episodes({}, *results)
         self.counts = torch.zeros(2, dtype=torch.long, device=env.device)  # steps and matches of the last rollout
         ends = {"terminated": env.terminated, "truncated": env.terminated}
-        values = self._before() | self._fields(action=env.actions, reward=env.reward, **ends) | self._after()
+        values = self._before() | self.fields(action=env.actions, reward=env.reward, **ends) | self._after()
         values |= self.outputs
         names = dict.fromkeys(("reward", *fields))
         needed = steps * sum(values[name].nbytes for name in names)
@@ -52,16 +53,16 @@ class RolloutRunner(EpisodeRunner):
         self.play_rollout = self._graphed(self._play_rollout)
 
     def _before(self):
-        return self._fields(obs=self.env.obs, last_action=self.last_action, **self.env.info)
+        return self.fields(obs=self.env.obs, last_action=self.last_action, **self.env.info)
 
     def _after(self):
-        return {f"next_{name}": values for name, values in self._fields(obs=self.env.obs, **self.env.info).items()}
+        return {f"next_{name}": values for name, values in self.fields(obs=self.env.obs, **self.env.info).items()}
 
     def next_rollout(self):
         """Plays on; returns what was recorded, in memory that the next rollout uses too."""
         if self.rollouts % self.rollouts_in_round == 0:
             self._begin()
-        self.results[-1].zero_()
+        self.results.valid.zero_()
         self.counts.zero_()
         self.play_rollout()
         self.rollouts += 1
@@ -87,16 +88,19 @@ class RolloutRunner(EpisodeRunner):
     def _play_rollout(self):
         self.rollout["h"][0] = self.player.h
         for row in range(len(self.rollout["reward"])):
-            self._record(self.rollout, row, self._before())
-            action, _, reward, terminated, truncated, info = self._step()
-            fields = self._fields(action=action, reward=reward, terminated=terminated, truncated=truncated)
-            self._record(self.rollout, row, fields | self.outputs | self._after())
+            self.record(self.rollout, row, self._before())
+            action, _, reward, terminated, truncated, info = play_step(self)
+            fields = self.fields(action=action, reward=reward, terminated=terminated, truncated=truncated)
+            self.record(self.rollout, row, fields | self.outputs | self._after())
             self.returns += fields["reward"]
             self.lengths += 1
             over = terminated | truncated
             self.counts += torch.stack((self.running.sum(), over.sum()))
-            for last, values in zip(self.results, (self.returns, self.lengths, info["won"], over)):
-                last.copy_(torch.where(over.view(-1, *(1 for _ in last.shape[1:])), values, last))
+            results = self.results
+            results.returns.copy_(torch.where(over.unsqueeze(1), self.returns, results.returns))
+            results.lengths.copy_(torch.where(over, self.lengths, results.lengths))
+            results.won.copy_(torch.where(over, info["won"], results.won))
+            results.valid.logical_or_(over)
             self.env.reset(mask=over)
             self._clear(over)
 

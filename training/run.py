@@ -323,14 +323,15 @@ class Run:
     def log_due(self):
         return time.monotonic() - self.logged_at >= self.args.log_interval
 
-    def log_episodes(self, returns, lengths, won, valid, epsilon=None):
+    def log_episodes(self, episodes, epsilon=None):
         """Logs a round of training episodes, and shows how far the run is."""
         speed = (self.steps - self.logged_steps) / (time.monotonic() - self.logged_at)
-        episodic_return = returns[valid].mean().item()
-        win_rate = won[valid].float().mean().item()
+        valid = episodes.valid
+        episodic_return = episodes.returns[valid].mean().item()
+        win_rate = episodes.won[valid].float().mean().item()
         charts = {
             "charts/episodic_return": episodic_return,
-            "charts/episodic_length": lengths[valid].float().mean().item(),
+            "charts/episodic_length": episodes.lengths[valid].float().mean().item(),
             "charts/win_rate": win_rate,
             "charts/SPS": speed,
         }
@@ -339,7 +340,7 @@ class Run:
         if hasattr(self.env, "restarts"):
             charts["charts/restarts"] = self.env.restarts
         if not self.env.team_reward:
-            by_seat = returns[valid].mean(0).tolist()
+            by_seat = episodes.returns[valid].mean(0).tolist()
             charts |= {f"charts/episodic_return_{seat}": value for seat, value in enumerate(by_seat)}
         self.log(charts)
         line = f"return {episodic_return:.2f}, {speed:,.0f} steps/s"

@@ -15,7 +15,7 @@ from PIL import Image
 
 import envs
 from experiments import evaluate
-from training.episodes import Inputs, load_player, load_runner
+from training.episodes import Episodes, Inputs, load_player, load_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -135,7 +135,7 @@ class FakeRunner:
         self.team.draw()
         other, match = torch.from_numpy(self.team.other), torch.from_numpy(self.team.match)
         returns = torch.stack((other + 1.0, other + 3.0), 1)  # two seats of the ego's
-        return returns, match + 1, match % 2 == 0, match % 5 != 0
+        return Episodes({}, returns, lengths=match + 1, won=match % 2 == 0, valid=match % 5 != 0)
 
     def returns_by_match(self):
         return {}

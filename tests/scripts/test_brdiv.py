@@ -135,7 +135,7 @@ def test_recorded_episodes_have_the_best_response_first():
     env = coordination_game(12)
     team = brdiv.Pairs(env, 2)
     runner = EpisodeRunner(env, team, Numbers(), brdiv.FIELDS)
-    returns, *_ = runner.play()
+    returns = runner.play().returns
     response, confederate = runner.episodes["policy"][0].unbind(1)
     assert torch.equal(runner.episodes["action"][0], team.policy_id)
     assert torch.equal(returns, (response == confederate).float().unsqueeze(1).expand(12, 2))
@@ -305,8 +305,7 @@ def test_two_conventions_are_found_where_there_are_two():
     goal = {"self_play": 1, "cross_play": 0, "return_0_0": 1, "return_0_1": 0, "return_1_0": 0, "return_1_1": 1}
     while means != goal and learner.updates < 1000:  # how long it takes depends on the weights it begins with
         for _ in range(10):
-            _, lengths, _, valid = runner.play(epsilon=0.5)
-            buffer.add(runner.episodes, lengths, valid)
+            buffer.add(runner.play(epsilon=0.5))
             learner.learn(buffer, updates=5)
         results, means = brdiv.evaluate(eval_runner, 50)
     assert means == goal

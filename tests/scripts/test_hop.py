@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import QUICK_PLANNER, read_log, stopped, train
+from helpers import QUICK_PLANNER, as_played, read_log, stopped, train
 from test_runs import assert_same_run
 
 import envs
@@ -383,7 +383,7 @@ def test_goals_reached_in_an_encounter_move_the_prior_of_the_next_match(inter, o
     for number in range(8):
         if number % 4 == 0:  # the others are new
             prior, goals = torch.full((8, 4, 3), 1 / 3), []
-        _, lengths, *_ = runner.play()
+        lengths = runner.play().lengths
         belief = runner.episodes["belief"][0]
         torch.testing.assert_close(belief, prior if inter else torch.full_like(prior, 1 / 3))
         assert (belief > 0).all()  # what was never seen can still be found out
@@ -414,7 +414,7 @@ def test_samples_are_those_of_plain_loops(env_id, spec, goals):
     player = player_in(env, team, sims=0, trees=1, goals=goals, gamma=0.9, commit=0.8)
     player.explore = True
     runner = EpisodeRunner(env, team, player, hop.FIELDS + ("all_reward",))
-    _, lengths, *_ = runner.play()
+    lengths = runner.play().lengths
     samples, played = player.learner.samples(runner.episodes, lengths), runner.episodes
     seats, committed = team.learner_seats.tolist(), set()
     for m in range(12):
@@ -445,7 +445,7 @@ def test_samples_are_those_of_plain_loops(env_id, spec, goals):
                     assert bool(samples["plays"][t, m, s]) == (own_goal < 2)
                     assert own_goal == 2 or float(samples["target"][t, m, s]) == pytest.approx(value)
     assert committed == ({-1, 0, 1, 2} if spec == "self" else {-1})  # a single learner has nobody to show a goal to
-    player.learner.learn(played, lengths)
+    player.learner.learn(as_played(played, lengths))
     assert player.learner.updates > 0
 
 
@@ -494,7 +494,7 @@ def test_who_may_leave_earns_what_the_rules_allow():
     env = envs.make("stag_hunt_4x4,limit=10", 8, check=False)
     team = Team(env, "self")
     player = player_in(env, team, sims=12, trees=2, c_puct=1.0)
-    returns, *_ = EpisodeRunner(env, team, player).play()
+    returns = EpisodeRunner(env, team, player).play().returns
     assert returns.mean() > 0 and (returns.sum(1) <= 12).all()  # a mean of 3 at most
 
 
@@ -519,7 +519,7 @@ def test_a_run_completes_resumes_and_is_played(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     team = Team(env, "3other1learner", pool=[str(folder)])  # as a team-mate: planning in the matches that it plays in
     runner = EpisodeRunner(env, team, load_player(folder, env, team.learner_seats))
-    returns, *_ = runner.play()
+    returns = runner.play().returns
     assert returns.shape == (4, 1) and (returns >= 0).all()
 
 

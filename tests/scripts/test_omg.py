@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import QUICK, QUICK_MODEL, QUICK_PRETRAINING, ROOT, SCRIPTS, stopped, train, write_run
+from helpers import QUICK, QUICK_MODEL, QUICK_PRETRAINING, ROOT, SCRIPTS, as_played, stopped, train, write_run
 from reference import CPU, NO_LOG, assert_unchanged, env_spec, gradients, make_runner, random_batch, random_learner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributions import Normal
@@ -116,7 +116,7 @@ class RecordedRunner:
     collect, check_stop, should_stop = EpisodeRunner.collect, EpisodeRunner.check_stop, None
 
     def play(self, epsilon=0.0):
-        return None, self.lengths, None, torch.ones(len(self.lengths), dtype=torch.bool)
+        return as_played(self.episodes, self.lengths)
 
     def state_dict(self):
         return {}
@@ -603,7 +603,7 @@ def test_recorded_episodes_have_the_learners_rows():
         return result
 
     env.step = recorded_step
-    returns, *_ = runner.play(0.5)
+    returns = runner.play(0.5).returns
     episodes = runner.episodes
     for t, (obs, avail, alive, state, actions, reward) in enumerate(taken):
         assert (episodes["all_alive"][t] == alive).all() and (episodes["all_action"][t] == actions).all()
@@ -933,7 +933,7 @@ def test_a_copy_with_another_opponent_model_is_pretrained_and_trained(tmp_path, 
         found = json.loads((folder / "results.json").read_text())
         assert found["complete"] and found["algorithm"] == "omg_deeper" and found["updates"] > 0
         runner = load_runner(folder, envs.make("stag_hunt_4x4", num_envs=4))
-        assert len(runner.player.learner.model.fc1) == 3 and runner.play()[0].shape == (4, 1)
+        assert len(runner.player.learner.model.fc1) == 3 and runner.play().returns.shape == (4, 1)
 
 
 def test_copies_of_the_target_network_come_with_the_newest_inference_model():

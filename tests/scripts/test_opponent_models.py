@@ -339,17 +339,17 @@ def test_the_loss_unrolls_what_was_played(name, env_id, team):
     for _ in range(2):  # nothing is left of the round before
         acted.clear()
         handle = learner.agents.register_forward_hook(lambda _, inputs, outputs: acted.append(outputs[0][0].clone()))
-        _, lengths, _, valid = runner.play(0.3)
+        episodes = runner.play(0.3)
         handle.remove()
     buffer = SCRIPTS[name].ReplayBuffer(learner.args, runner.episodes, CPU)
-    buffer.add(runner.episodes, lengths, valid)
+    buffer.add(episodes)
     hook = learner.agents.register_forward_hook(lambda _, inputs, outputs: unrolled.append(outputs[0].detach().clone()))
     learner.learn(buffer, 1)
     hook.remove()
     q = next(outputs for outputs in unrolled if len(outputs) > 1)  # OMG's bootstrap makes single steps
     order = torch.randperm(6, generator=torch.Generator().manual_seed(seed_for(learner.args.seed, "buffer")))
     for place, match in enumerate(order.tolist()):
-        length = int(lengths[match])
+        length = int(episodes.lengths[match])
         expected = torch.stack([step[match] for step in acted[:length]])
         torch.testing.assert_close(q[:length, place], expected, rtol=1e-4, atol=1e-5)
 
@@ -383,7 +383,7 @@ def test_a_loaded_run_plays_as_it_did_when_it_was_saved(name, tmp_path):
             obs, *_, info = env.step(actions)
     assert len(used) > 1
     other = envs.make("stag_hunt_4x4", num_envs=2)
-    returns, *_ = load_runner(tmp_path, other, Team(other, "3NH1learner")).play()
+    returns = load_runner(tmp_path, other, Team(other, "3NH1learner")).play().returns
     assert returns.shape == (2, 1)
     for env_id in ("3m", "8m"):
         with pytest.raises(ValueError, match=f"is of stag_hunt_4x4 .*; this is {env_id}"):
@@ -397,9 +397,9 @@ def test_the_others_never_learn(name, tmp_path):
     learner, runner = make_runner(name, "stag_hunt_4x4", "3iql1learner", **options)
     layers = runner.team.networks.layers
     before = {key: [weights.clone() for weights in layer] for key, layer in layers.items()}
-    _, lengths, _, valid = runner.play(0.3)
+    episodes = runner.play(0.3)
     buffer = SCRIPTS[name].ReplayBuffer(learner.args, runner.episodes, CPU)
-    buffer.add(runner.episodes, lengths, valid)
+    buffer.add(episodes)
     own = learner.agents.fc2.weight.detach().clone()
     learner.learn(buffer, 3)
     assert layers and (learner.agents.fc2.weight != own).any()
@@ -748,8 +748,7 @@ def test_a_q_network_without_memory_acts_on_what_the_model_remembers(name):
     for number in range(rounds):
         if name == "omg_iql":
             learner.set_mix_probability(max(0.5 - number / rounds, 0))
-        _, lengths, _, valid = runner.play(epsilon=max(1 - 2 * number / rounds, 0.05))
-        buffer.add(runner.episodes, lengths, valid)
+        buffer.add(runner.play(epsilon=max(1 - 2 * number / rounds, 0.05)))
         learner.learn(buffer, 8)
     returns, *_ = runner.evaluate(256)
     earned = returns.mean().item()

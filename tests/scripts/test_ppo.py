@@ -334,11 +334,11 @@ def test_rows_of_a_rollout_follow_each_other():
     begins = (rollout["last_action"][1:] < 0).all(-1)
     assert torch.equal(begins, over[:-1])
     assert torch.equal(rollout["last_action"][1:][~begins], rollout["action"][:-1][~begins])
-    returns, lengths, _, ended = runner.results
-    m = int(ended.nonzero()[0])
+    results = runner.results
+    m = int(results.valid.nonzero()[0])
     last = int(over[:, m].nonzero()[-1])
-    first = last + 1 - int(lengths[m])
-    torch.testing.assert_close(returns[m], rollout["reward"][first : last + 1, m].sum(0))
+    first = last + 1 - int(results.lengths[m])
+    torch.testing.assert_close(results.returns[m], rollout["reward"][first : last + 1, m].sum(0))
 
 
 def test_with_team_mates_matches_start_anew_at_once(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from helpers import (
     QUICK_EPISODES,
     TEAM_SCRIPTS,
+    as_played,
     make_learner,
     matrix_game,
     non_monotonic_game,
@@ -195,8 +196,7 @@ def test_qtran_finds_the_best_of_a_game_that_is_not_monotonic(name, expected):
     runner = make_runner(env, learner.agents, module.FIELDS)
     buffer = module.ReplayBuffer(args, runner.episodes, env.device)
     for _ in range(2):  # all joint actions, about equally often
-        _, lengths, _, valid = runner.play(epsilon=1.0)
-        buffer.add(runner.episodes, lengths, valid)
+        buffer.add(runner.play(epsilon=1.0))
     learner.learn(buffer, updates=600)
     assert float(make_runner(env, learner.target_agents).evaluate(32)[0].mean()) == expected
 
@@ -248,7 +248,7 @@ def greedy_where(avail, action):
 
 
 def learn(learner, episodes, lengths, epsilon=0.2, valid=None):
-    learner.learn(episodes, lengths, torch.ones_like(lengths) > 0 if valid is None else valid, epsilon)
+    learner.learn(as_played(episodes, lengths, valid), epsilon)
 
 
 def plain_policy(logits, avail, epsilon, mask_before_softmax):
@@ -484,8 +484,8 @@ def test_coma_finds_the_best_of_a_matrix_game():
     learner, team = make_learner("coma", env, args), Team(env, "self")
     runner = EpisodeRunner(env, team, coma.Player(learner.agents, team.learner_seats, learner.policy), coma.FIELDS)
     for _ in range(60):
-        _, lengths, _, valid = runner.play(epsilon=0.2)
-        learner.learn(runner.episodes, lengths, valid, 0.2)
+        episodes = runner.play(epsilon=0.2)
+        learner.learn(episodes, 0.2)
     learner.metrics.check_finite()
     greedy = EpisodeRunner(env, team, coma.Player(learner.agents, team.learner_seats))
     assert float(greedy.evaluate(32)[0].mean()) == 6

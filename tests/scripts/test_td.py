@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from helpers import ALL_SCRIPTS, TEAM_SCRIPTS, make_learner, matrix_game, two_step_game
+from helpers import ALL_SCRIPTS, TEAM_SCRIPTS, as_played, make_learner, matrix_game, two_step_game
 
 import iql
 import qmix
@@ -391,24 +391,26 @@ def make_buffer(episodes, size=8, **options):
 def filled_buffer(*batches, size=8):
     buffer = make_buffer(episodes_of(batches[0]), size)
     for batch in batches:
-        buffer.add(episodes_of(batch), batch["lengths"], torch.ones(len(batch["lengths"]), dtype=torch.bool))
+        buffer.add(as_played(episodes_of(batch), batch["lengths"]))
     return buffer
 
 
 def test_the_buffer_is_a_ring():
     first, second, third = make_batch(1), make_batch(2, lengths=(2, 3, 4, 6)), make_batch(3, lengths=(7, 7, 8, 10))
     buffer = make_buffer(episodes_of(first), size=6)
-    buffer.add(episodes_of(first), first["lengths"], torch.tensor([True, True, True, False]))  # one is not valid
+    buffer.add(
+        as_played(episodes_of(first), first["lengths"], torch.tensor([True, True, True, False]))
+    )  # one is not valid
     assert buffer.lengths.tolist() == [16, 1, 5, 0, 0, 0] and buffer.cursor == len(buffer) == 3
-    buffer.add(episodes_of(second), second["lengths"], torch.ones(4, dtype=torch.bool))
+    buffer.add(as_played(episodes_of(second), second["lengths"]))
     assert buffer.lengths.tolist() == [6, 1, 5, 2, 3, 4] and buffer.cursor == 1
-    buffer.add(episodes_of(third), third["lengths"], torch.tensor([False, True, False, False]))
+    buffer.add(as_played(episodes_of(third), third["lengths"], torch.tensor([False, True, False, False])))
     assert buffer.lengths.tolist() == [6, 7, 5, 2, 3, 4] and buffer.cursor == 2
     for slot, (batch, m) in enumerate(((second, 3), (third, 1), (first, 2), (second, 0), (second, 1), (second, 2))):
         for key, data in buffer.data.items():
             rows = batch["lengths"][m] + 1
             assert torch.equal(data[:rows, slot], batch[key][:rows, m])
-    buffer.add(episodes_of(third), third["lengths"], torch.zeros(4, dtype=torch.bool))
+    buffer.add(as_played(episodes_of(third), third["lengths"], torch.zeros(4, dtype=torch.bool)))
     assert buffer.cursor == 2 and len(buffer) == 6
 
 
@@ -416,7 +418,7 @@ def test_sampled_batches_are_different_episodes_of_the_buffer():
     """Each with its own length and rows, cut after the longest one, always in the same memory."""
     batch = make_batch(1, lengths=(16, 1, 5, 9))
     buffer = make_buffer(episodes_of(batch), batch_size=2)
-    buffer.add(episodes_of(batch), batch["lengths"], torch.ones(4, dtype=torch.bool))
+    buffer.add(as_played(episodes_of(batch), batch["lengths"]))
     drawn, memory = set(), set()
     for sampled in buffer.sample(100, 2):
         matches = [batch["lengths"].tolist().index(length) for length in sampled["lengths"].tolist()]
@@ -472,7 +474,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_reported(name, reward, devi
     learner, batch = learner_of(name, device=device), make_batch(1)
     episodes = {key: values.to(device) for key, values in episodes_of(batch).items()}
     buffer = TEAM_SCRIPTS[name].ReplayBuffer(learner.args, episodes, torch.device(device))
-    buffer.add(episodes, batch["lengths"], torch.ones(4, dtype=torch.bool))
+    buffer.add(as_played(episodes, batch["lengths"]))
     learner.learn(buffer, 3)
     learner.metrics.pop()
     before = [p.detach().clone() for p in learner.parameters]
@@ -507,7 +509,8 @@ def make_runner(env, agents=None, fields=()):
 def test_recorded_episodes_are_those_played():
     runner = make_runner(two_step_game(64), fields=qmix.FIELDS)
     for _ in range(2):  # the second round overwrites the first
-        returns, lengths, _, valid = runner.play(epsilon=1.0)
+        played = runner.play(epsilon=1.0)
+        returns, lengths, valid = played.returns, played.lengths, played.valid
         episodes = runner.episodes
         assert lengths.tolist() == [2] * 64 and valid.all() and (episodes["seat"] == torch.arange(2)).all()
         assert len({tuple(row) for row in episodes["action"][:2].transpose(0, 1).flatten(1).tolist()}) == 16
@@ -576,8 +579,7 @@ def train(name, game, rounds):
     runner = make_runner(env, learner.agents, module.FIELDS)
     buffer = module.ReplayBuffer(args, runner.episodes, CPU)
     for _ in range(rounds):
-        _, lengths, _, valid = runner.play(epsilon=1.0)
-        buffer.add(runner.episodes, lengths, valid)
+        buffer.add(runner.play(epsilon=1.0))
         learner.learn(buffer, updates=8)
     learner.metrics.check_finite()
     return float(make_runner(env, learner.target_agents).evaluate(32)[0].mean())

@@ -139,7 +139,7 @@ def test_values_reach_from_one_match_to_the_next(monkeypatch):
         args = iql.Args(**QUICK, env_id="stag_hunt_4x4", team="scripted")
         team, learner = Team(env), iql.Learner(args, env)
         runner = EpisodeRunner(env, team, iql.Player(learner.agents, team.learner_seats), iql.FIELDS)
-        _, lengths, _, _ = runner.play(1.0)
+        lengths = runner.play(1.0).lengths
         assert not runner.episodes["alive"][1:35].all()  # somebody leaves in the first match
         batch = {name: values[: int(lengths.max()) + 1] for name, values in runner.episodes.items()}
         learner.loss({**batch, "lengths": lengths})
@@ -153,7 +153,8 @@ def test_a_run_that_keeps_its_memory_plays_single_matches_and_encounters(tmp_pat
     for encounters in (1, 2):
         env = envs.make(IPD["env_id"], num_envs=4, seed=5, encounters=encounters)
         runner = load_runner(folder, env, Team(env, "1tft1learner"))
-        returns, lengths, _, _ = runner.play()
+        episodes = runner.play()
+        returns, lengths = episodes.returns, episodes.lengths
         assert (lengths == encounters * env.match_limit).all()
         step_by_step = load_runner(folder, env, Team(env, "1tft1learner"))
         obs, info = env.reset(seed=5)
@@ -178,7 +179,7 @@ def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
     learner, runner = make_runner("belief_iql", env_id, team, encounter=3, carry_belief=carry_belief)
     model, total = learner.model, None
     for number in range(4):
-        _, lengths, _, _ = runner.play(0.5)
+        lengths = runner.play(0.5).lengths
         evidence = runner.episodes["evidence"][0]
         if number % 3 and carry_belief:
             torch.testing.assert_close(evidence, total, rtol=1e-4, atol=1e-5)
@@ -260,8 +261,7 @@ def test_a_belief_comes_close_to_exact_bayes(env_id):
     optimizer = torch.optim.Adam(learner.model.parameters())
     for number in range(TRAINING):
         optimizer.param_groups[0]["lr"] = 0.005 * (1 - number / TRAINING)
-        _, lengths, _, valid = runner.play(0.02)
-        buffer.add(runner.episodes, lengths, valid)
+        buffer.add(runner.play(0.02))
         for batch in buffer.sample(8, args.batch_size):
             optimizer.zero_grad()
             learner.model_loss(batch, *learner.inputs(batch))[1].backward()

@@ -361,7 +361,7 @@ def test_a_saved_policy_plays_as_it_was_evaluated(complete_run, name):
         for _ in range(env.episode_limit):
             obs, reward, _, _, info = env.step(act(obs, info))
             total += reward
-        torch.testing.assert_close(total, eval_runner.play(epsilon=0.0)[0])
+        torch.testing.assert_close(total, eval_runner.play(epsilon=0.0).returns)
 
 
 def test_a_policy_of_another_map_is_rejected(complete_run, tmp_path):

@@ -211,11 +211,11 @@ def test_an_evaluation_plays_with_everybody_from_every_seat_equally_often(
     play, away = runner.play, 2 if spec.startswith("2") else 1  # seats from the learner to the group that is drawn
 
     def watched():
-        results, seat = play(), team.learner_seats
+        episodes, seat = play(), team.learner_seats
         other = team.policy_id.gather(1, (seat - away) % team.env.n_agents)
         cells.extend(zip(seat[:, 0].tolist(), other[:, 0].tolist()))
-        rows.append(results[0].clone())
-        return results
+        rows.append(episodes.returns.clone())
+        return episodes
 
     runner.play = watched
     for _ in range(2):  # the second begins somewhere in a cycle
