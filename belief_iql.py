@@ -97,6 +97,7 @@ def check_args(args):
     check_team_options(args)
     resolve_device(args)
     fill_in_sizes(args)
+    args.freeze()
 
 
 def make_env(args, num_envs, device, purpose):
@@ -316,7 +317,7 @@ class ReplayBuffer:
 
     def __init__(self, args, episodes, device):
         self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
-        self.size = args.buffer_size = buffer_size(args, episodes, self.device)
+        self.size = buffer_size(args, episodes, self.device)
         self.data, self.batch = {}, {}
         for name, values in episodes.items():
             rows, features = len(values), values.shape[2:]
@@ -408,7 +409,7 @@ class Learner:
         self.optimizer = torch.optim.Adam(groups, args.learning_rate, fused=True, capturable=args.cuda)
         self.metrics = Metrics(env.device)
         self.side_stream = SideStream(env.device)
-        self.graphed_update = Graphed(self.update, env.device)
+        self.graphed_update = Graphed(self.update, env.device, args.cudagraphs)
 
     def networks(self):
         return {"agents": self.agents, "target_agents": self.target_agents, "model": self.model}
@@ -544,8 +545,8 @@ if __name__ == "__main__":
     learner = Learner(args, env, team.used)
     player = Player(learner, learner.agents, team.learner_seats)
     eval_player = Player(learner, learner.target_agents, eval_team.learner_seats)
-    runner = EpisodeRunner(env, team, player, (*FIELDS, "terminated"))
-    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS)
+    runner = EpisodeRunner(env, team, player, (*FIELDS, "terminated"), args.cudagraphs)
+    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS, args.cudagraphs)
     buffer = ReplayBuffer(args, runner.episodes, device)
     state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
 

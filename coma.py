@@ -102,6 +102,7 @@ def check_args(args):
         sizes["num_envs"] = 8
     fill_in(args, sizes)
     fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
+    args.freeze()
 
 
 def make_env(args, num_envs, device, purpose):
@@ -316,9 +317,9 @@ class Learner:
         self.critic_sums = torch.zeros(4, device=env.device)  # number of steps, loss, value, gradient norm: sums
         self.length_unit = round_up(-(-env.episode_limit // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
         self.metrics = Metrics(env.device)
-        self.graphed_estimate = Graphed(self.estimate, env.device)
-        self.graphed_critic_step = Graphed(self.critic_step, env.device)
-        self.graphed_update = Graphed(self.update, env.device)
+        self.graphed_estimate = Graphed(self.estimate, env.device, args.cudagraphs)
+        self.graphed_critic_step = Graphed(self.critic_step, env.device, args.cudagraphs)
+        self.graphed_update = Graphed(self.update, env.device, args.cudagraphs)
 
     def networks(self):
         return {"agents": self.agents, "critic": self.critic, "target_critic": self.target_critic}
@@ -457,8 +458,10 @@ if __name__ == "__main__":
         env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
     check_common_goal(args, env, team)
     learner = Learner(args, env, team.learner_seats.shape[1])
-    runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats, learner.policy), FIELDS)
-    eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.agents, eval_team.learner_seats))
+    player = Player(learner.agents, team.learner_seats, learner.policy)
+    runner = EpisodeRunner(env, team, player, FIELDS, args.cudagraphs)
+    eval_player = Player(learner.agents, eval_team.learner_seats)
+    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, cudagraphs=args.cudagraphs)
     state = {"runner": runner, "eval_runner": eval_runner}
 
     with Run(args, __file__, STARTED, env, learner, state) as run:

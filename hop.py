@@ -110,6 +110,7 @@ def check_args(args):
     c_puct, q_temperature = (15.0, 2.0) if args.env_id.startswith("snowdrift") else (1.0, 10.0)
     fill_in(args, {"c_puct": c_puct, "q_temperature": q_temperature, "train_sims": -(-args.sims // 4)})
     fill_in(args, {"eval_interval": max(args.total_timesteps // 5, 1)})
+    args.freeze()
 
 
 def make_env(args, num_envs, device, purpose):
@@ -227,7 +228,7 @@ class Search:
         self.tree = torch.arange(count, device=device)
         self.first_row = self.tree.unsqueeze(1) * env.n_agents  # the row of agent 0 of a tree among the agents of all
         self.levels = torch.arange(args.depth + 1, device=device).unsqueeze(1)
-        self.graphed_simulate = Graphed(self.simulate, device)
+        self.graphed_simulate = Graphed(self.simulate, device, args.cudagraphs)
 
     def plan(self, env, match, seat, own_goal, log_belief):
         """Searches from matches (planners,) of `env` for their seats (planners,), with goals of their own (planners,),
@@ -482,7 +483,7 @@ class Learner:
         self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, fused=True, capturable=args.cuda)
         self.batch = {}
         self.metrics = Metrics(env.device)
-        self.graphed_update = Graphed(self.update, env.device)
+        self.graphed_update = Graphed(self.update, env.device, args.cudagraphs)
 
     def networks(self):
         return {"agents": self.agents, "model": self.model}
@@ -610,9 +611,9 @@ if __name__ == "__main__":
     eval_team = make_team(args, eval_env, "evaluation")
     learner = Learner(args, env)
     player = Player(learner, env, team.learner_seats, explore=True)
-    runner = EpisodeRunner(env, team, player, FIELDS)
+    runner = EpisodeRunner(env, team, player, FIELDS, args.cudagraphs)
     eval_player = Player(learner, eval_env, eval_team.learner_seats)
-    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS)
+    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS, args.cudagraphs)
     state = {"runner": runner, "eval_runner": eval_runner}
 
     with Run(args, __file__, STARTED, env, learner, state) as run:

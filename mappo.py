@@ -104,6 +104,7 @@ def check_args(args):
     fill_in(args, {"eval_interval": max(args.total_timesteps // 50, 1)})
     if args.num_envs % args.num_minibatches:
         raise UsageError(f"--num-minibatches divides --num-envs {args.num_envs}, not {args.num_minibatches}")
+    args.freeze()
 
 
 def make_env(args, num_envs, device, purpose):
@@ -275,8 +276,8 @@ class Learner:
         self.estimates["critic_h"] = torch.zeros_like(self.critic_h).unsqueeze(0)
         self.batch = {}
         self.metrics = Metrics(env.device)
-        self.graphed_estimate = Graphed(self.estimate, env.device)
-        self.graphed_update = Graphed(self.update, env.device)
+        self.graphed_estimate = Graphed(self.estimate, env.device, args.cudagraphs)
+        self.graphed_update = Graphed(self.update, env.device, args.cudagraphs)
 
     def networks(self):
         return {"agents": self.agents, "critic": self.critic}
@@ -400,8 +401,9 @@ if __name__ == "__main__":
         env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
     learner = Learner(args, env, team.learner_seats.shape[1])
     player = Player(learner.agents, team.learner_seats, explore=True)
-    runner = RolloutRunner(env, team, player, FIELDS, args.num_steps)
-    eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.agents, eval_team.learner_seats))
+    runner = RolloutRunner(env, team, player, FIELDS, args.num_steps, args.cudagraphs)
+    eval_player = Player(learner.agents, eval_team.learner_seats)
+    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, cudagraphs=args.cudagraphs)
     state = {"learner": learner, "runner": runner, "eval_runner": eval_runner}
 
     with Run(args, __file__, STARTED, env, learner, state) as run:

@@ -125,6 +125,7 @@ def check_args(args):
     resolve_device(args)
     fill_in_sizes(args)
     fill_in(args, {"pretrain_timesteps": pretrain_cvae.TIMESTEPS[args.cuda]})
+    args.freeze()
 
 
 def make_env(args, num_envs, device, purpose):
@@ -429,7 +430,7 @@ class ReplayBuffer:
 
     def __init__(self, args, episodes, device):
         self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
-        self.size = args.buffer_size = buffer_size(args, episodes, self.device)
+        self.size = buffer_size(args, episodes, self.device)
         self.data, self.batch = {}, {}
         for name, values in episodes.items():
             rows, features = len(values), values.shape[2:]
@@ -524,7 +525,7 @@ class Learner:
         self.mix_probability = torch.tensor(float(args.q_subgoal == "selected"), device=env.device)
         self.mixing = args.mix == "q-input" and args.q_subgoal != "inferred"
         self.side_stream = SideStream(env.device)
-        self.graphed_update = Graphed(self.update, env.device)
+        self.graphed_update = Graphed(self.update, env.device, args.cudagraphs)
 
     def networks(self):
         averages = {"target_agents": self.target_agents, "target_model": self.target_model}
@@ -753,8 +754,8 @@ if __name__ == "__main__":
     fields = [*FIELDS, "terminated", *state_field, *["mean", "log_variance"] * (args.mix == "kl-target")]
     player = Player(learner, learner.agents, team.learner_seats)
     eval_player = Player(learner, learner.target_agents, eval_team.learner_seats)
-    runner = EpisodeRunner(env, team, player, fields)
-    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS)
+    runner = EpisodeRunner(env, team, player, fields, args.cudagraphs)
+    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS, args.cudagraphs)
     buffer = ReplayBuffer(args, runner.episodes, device)
     if args.vae and not args.resume:
         load_vae(args, env, learner.model)
@@ -762,7 +763,8 @@ if __name__ == "__main__":
     if not (args.init or args.vae):
         stand_ins = make_team(args, plain_env, "pre-training", stand_in=True)
         watched = TellWho(plain_env, stand_ins) if args.tell_who else env
-        pretrain_runner = EpisodeRunner(watched, stand_ins, RandomPlayer(), [*pretrain_cvae.FIELDS, *state_field])
+        pretrain_fields = [*pretrain_cvae.FIELDS, *state_field]
+        pretrain_runner = EpisodeRunner(watched, stand_ins, RandomPlayer(), pretrain_fields, args.cudagraphs)
         state["pretraining"] = pretraining = pretrain_cvae.Pretraining(args, learner.model, pretrain_runner)
 
     with Run(args, __file__, STARTED, env, learner, state) as run:

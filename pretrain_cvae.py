@@ -174,6 +174,7 @@ if __name__ == "__main__":
     resolve_device(args)
     num_envs = 8 if not envs.is_simulated(args.env_id) else 1024 if args.cuda else 512
     fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": TIMESTEPS[args.cuda]})
+    args.freeze()
     try:
         script = checkpoints.load_script(args.script, f"--script {args.script}:", [f"{args.script}.py"])
     except ValueError as error:
@@ -185,7 +186,8 @@ if __name__ == "__main__":
     model = script.OpponentModel(args, env)
     folder, started = make_folder(args, STARTED), monotonic(STARTED)
     writer = Log(args, folder)
-    runner = EpisodeRunner(env, team, RandomPlayer(), (*FIELDS, *["state"] * (args.subgoal_input == "state")))
+    fields = (*FIELDS, *["state"] * (args.subgoal_input == "state"))
+    runner = EpisodeRunner(env, team, RandomPlayer(), fields, args.cudagraphs)
     errors = Pretraining(args, model, runner).run(writer)
     content = {"algorithm": args.script, "env_id": args.env_id, "args": asdict(args), "errors": errors}
     content |= {"requirements": script.requirements(args, env), "networks": {"model": model.state_dict()}}

@@ -96,6 +96,7 @@ def check_args(args):
     check_team_options(args)
     resolve_device(args)
     fill_in_sizes(args)
+    args.freeze()
 
 
 def make_env(args, num_envs, device, purpose):
@@ -253,7 +254,7 @@ class ReplayBuffer:
 
     def __init__(self, args, episodes, device):
         self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
-        self.size = args.buffer_size = buffer_size(args, episodes, self.device)
+        self.size = buffer_size(args, episodes, self.device)
         self.data, self.batch = {}, {}
         for name, values in episodes.items():
             rows, features = len(values), values.shape[2:]
@@ -340,7 +341,7 @@ class Learner:
         # fused, so that an update that is not finite can be skipped without waiting for the device
         self.optimizer = torch.optim.Adam(self.parameters, args.learning_rate, fused=True, capturable=args.cuda)
         self.metrics = Metrics(env.device)
-        self.graphed_update = Graphed(self.update, env.device)
+        self.graphed_update = Graphed(self.update, env.device, args.cudagraphs)
 
     def networks(self):
         return {"agents": self.agents, "target_agents": self.target_agents}
@@ -416,8 +417,9 @@ if __name__ == "__main__":
         env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
     check_common_goal(args, env, team)
     learner = Learner(args, env)
-    runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats), FIELDS)
-    eval_runner = EpisodeRunner(eval_env, eval_team, Player(learner.target_agents, eval_team.learner_seats))
+    runner = EpisodeRunner(env, team, Player(learner.agents, team.learner_seats), FIELDS, args.cudagraphs)
+    eval_player = Player(learner.target_agents, eval_team.learner_seats)
+    eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, cudagraphs=args.cudagraphs)
     buffer = ReplayBuffer(args, runner.episodes, device)
     state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
 

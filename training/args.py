@@ -18,7 +18,9 @@ from training.exits import NO_MEMORY, Exit, UsageError, exit_on_signals
 LARGEST = {"num_envs": 2**22, "batch_size": 2**22}  # of an option; of one whose name ends in _dim it is LARGEST_DIM
 LARGEST_DIM = 2**13
 OUTWARD = ("track", "wandb_project_name", "wandb_entity", "wandb_group")  # no file says where a log goes
-CHANGEABLE = (*OUTWARD, "resume", "time_limit", "capture_video", "checkpoint_interval", "log_interval")  # on resuming
+CHANGEABLE = (  # on resuming
+    *OUTWARD, "resume", "time_limit", "capture_video", "checkpoint_interval", "log_interval", "cudagraphs",
+)  # fmt: skip
 FOUND_OUT = ("n_policies",)  # options of earlier versions that a run has set by itself, and does not need any more
 
 size_limits = []  # of a run to continue, until its networks are loaded

@@ -112,13 +112,14 @@ def visible_last_action(visible, last_action):
 
 
 class EpisodeRunner:
-    def __init__(self, env, team, player, fields=()):
+    def __init__(self, env, team, player, fields=(), cudagraphs=True):
         if env.encounters > 1 and "encounter" not in fields:
             fields = (*fields, "encounter")
         self.rounds = 0
         self.env = env
         self.team = team
         self.player = player
+        self.cudagraphs = cudagraphs  # whether steps on the GPU are captured
         self.should_stop = None  # without arguments; asked in each step of a game that is not simulated
         self.invalid_rounds = 0  # in a row
         self.last_action = torch.zeros_like(env.actions)
@@ -151,7 +152,7 @@ class EpisodeRunner:
         """The function that plays, captured if all players can be."""
         players = (self.player, *(teammate.player for teammate in getattr(self.team, "players", {}).values()))
         captured = self.env.simulated and not any(getattr(player, "own_graphs", False) for player in players)
-        return Graphed(function, self.env.device if captured else torch.device("cpu"))
+        return Graphed(function, self.env.device, self.cudagraphs and captured)
 
     def fields(self, **values):
         """Values by the names they are recorded under."""

@@ -6,7 +6,8 @@ import torch
 
 
 class Graphed:
-    """Calls a function of a batch, a dictionary of tensors. On CUDA it is captured as a graph and replayed.
+    """Calls a function of a batch, a dictionary of tensors. On CUDA it is captured as a graph and replayed, unless
+    that is not `enabled`.
 
     There is one graph for each set of tensors, told apart by memory and shape. One is replayed at a time, so they use
     the same memory: nothing that the function allocates may be read after it.
@@ -14,9 +15,9 @@ class Graphed:
 
     on_call = None  # called without arguments with every call of any of them: something gets on
 
-    def __init__(self, function, device):
+    def __init__(self, function, device, enabled=True):
         self.function = function
-        self.capture = device.type == "cuda"
+        self.capture = enabled and device.type == "cuda"
         self.graphs = {}
         if self.capture:
             self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()

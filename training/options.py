@@ -20,11 +20,21 @@ class CommandArgs:
     seed: int = 1  # the seed of all random numbers
     torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
     cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
+    cudagraphs: bool = True  # whether CUDA graphs replay steps and updates; without them (slower) a loss can print
     track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
     wandb_project_name: str = "omg-marl"  # wandb's project
     wandb_entity: str | None = None  # wandb's entity (team)
     wandb_group: str | None = None  # wandb's group of runs
     run_root: str = "runs"  # the folder in which run folders are made
+
+    def freeze(self):
+        """From here on the options are read-only. What a run finds out by itself is no option."""
+        object.__setattr__(self, "_frozen", True)
+
+    def __setattr__(self, name, value):
+        if getattr(self, "_frozen", False):
+            raise AttributeError(f"the options are read-only once they are checked: {name} = {value!r}")
+        super().__setattr__(name, value)
 
 
 @dataclass

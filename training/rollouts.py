@@ -31,8 +31,8 @@ class RolloutRunner(EpisodeRunner):
     hidden state before the first step.
     """
 
-    def __init__(self, env, team, player, fields, steps):
-        super().__init__(env, team, player)
+    def __init__(self, env, team, player, fields, steps, cudagraphs=True):
+        super().__init__(env, team, player, cudagraphs=cudagraphs)
         matches = max(MATCHES, team.encounter, 2 * env.encounters)
         longest = matches * env.episode_limit // env.encounters
         self.rollouts_in_round = -(-longest // steps) if team.used else sys.maxsize

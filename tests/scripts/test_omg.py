@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -135,7 +136,7 @@ def pretrain(learner, runner):
 def test_errors_of_pretraining_equal_plain_loops(subgoal_input, predict):
     env = env_spec()
     learner = make_learner(env, subgoal_input=subgoal_input, predict=predict, pretrain_timesteps=1)
-    learner.args.pretrain_updates = 0
+    learner.args = replace(learner.args, pretrain_updates=0)
     batch, terms = random_batch(env), {"recon": [], "kl": [], "inference": []}
     data, vae = reference.as_numpy(batch), learner.model.vae
     for name in ("obs", "state"):
@@ -171,7 +172,7 @@ def test_pretraining_trains_both_networks_one_after_the_other(paper):
     runner = RecordedRunner(random_batch(env, deaths=()))
     first = pretrain(learner, runner)
     before = learner.model.rnn.weight_hh_l0.detach().clone()
-    learner.args.pretrain_updates = 600
+    learner.args = replace(learner.args, pretrain_updates=600)
     second = pretrain(learner, runner)
     assert second["recon"] < 0.5 * first["recon"]
     if not paper:
@@ -839,7 +840,7 @@ def test_a_file_is_for_a_map_real_or_simulated(tmp_path):
     simulation = env_spec(name="3m")
     learner, other = make_learner(simulation, seed=1), make_learner(simulation, seed=2)
     args = learner.args
-    args.vae = tmp_path / "vae.pt"
+    args = replace(args, vae=tmp_path / "vae.pt")
     with pytest.raises(SystemExit, match="no such file"):
         omg_iql.load_vae(args, simulation, learner.model)
     networks = {"model": other.model.state_dict()}

@@ -467,6 +467,26 @@ def test_an_update_is_adams_with_the_clipped_gradient_and_moves_the_target_netwo
         torch.testing.assert_close(new, 0.75 * old + 0.25 * online)
 
 
+@needs_cuda
+@EVERY_SCRIPT
+def test_without_cuda_graphs_a_loss_can_be_looked_into(name, capsys):
+    learner, batch = learner_of(name, device="cuda", cudagraphs=False), make_batch(1)
+    episodes = {key: values.cuda() for key, values in episodes_of(batch).items()}
+    buffer = TEAM_SCRIPTS[name].ReplayBuffer(learner.args, episodes, torch.device("cuda"))
+    buffer.add(as_played(episodes, batch["lengths"]))
+    original = learner.loss
+
+    def loss(batch):
+        td_loss, logs = original(batch)
+        print("loss", td_loss.item())
+        return td_loss, logs
+
+    learner.loss = loss
+    learner.learn(buffer, 4)
+    values = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("loss ")]
+    assert len(set(values)) == 4
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("reward", [float("inf"), float("nan"), 3e19])  # 3e19 squared is too large, its slope is not
 @EVERY_SCRIPT

@@ -1157,13 +1157,15 @@ def test_default_buffer_size(options, kilobytes, size):
     assert default_buffer_size(args, kilobytes * 1024) == size
 
 
-def test_a_run_saves_the_buffer_size_that_it_chose(tmp_path, capsys):
+def test_a_run_chooses_a_buffer_size_and_leaves_its_options_alone(tmp_path, capsys):
     names = train("iql", tmp_path, buffer_size=None, total_timesteps=1, batch_size=6)
     out, err = capsys.readouterr()
     assert "warning: --batch-size 6: the run has at most 5 episodes, so it learns nothing" in err
     assert "Nothing was learned: the run was too short for a single update." in out
     assert names["buffer"].size == len(names["buffer"].lengths) == 4096
-    assert read(names["run"].folder / "checkpoint.pt")["args"]["buffer_size"] == 4096
+    assert names["args"].buffer_size is None
+    with pytest.raises(AttributeError, match="read-only once they are checked: gamma"):
+        names["args"].gamma = 0.5
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux reports it")
