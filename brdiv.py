@@ -58,17 +58,17 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import envs
 from training import checkpoints
 from training.args import buffer_size, check_ranges, fill_in_sizes, option, parse_args, resolve_device
-from training.episodes import CHUNK, EpisodeRunner, gather, round_up
+from training.buffers import SavedBuffer, allocate, padded_length
+from training.episodes import EpisodeRunner, gather
 from training.exits import UsageError
 from training.graphs import Graphed
-from training.gru import has_kernels, unroll
+from training.gru import SharedGRU
 from training.log import Metrics
 from training.run import Run, seed_for, set_up_torch
+from training.setup import make_env
 
-MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 FIELDS = ("obs", "avail", "alive", "action", "terminated", "policy")  # recorded for learning, besides reward and seat
 
 
@@ -76,10 +76,10 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size hidden_dim reward_scale learning_rate max_grad_norm population_size",
-        fractions="gamma td_lambda tau start_e end_e exploration_fraction checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval train_frequency target_interval diversity_weight",
+        positive="num_envs total_timesteps buffer_size batch_size hidden_dim reward_scale learning_rate max_grad_norm "
+        "population_size",
+        fractions="gamma td_lambda tau start_e end_e exploration_fraction",
+        non_negative="train_frequency target_interval diversity_weight",
     )
     if args.population_size < 2:
         raise UsageError(f"--population-size is at least 2, not {args.population_size}")
@@ -90,14 +90,6 @@ def check_args(args):
     resolve_device(args)
     fill_in_sizes(args)
     args.freeze()
-
-
-def make_env(args, num_envs, device, purpose):
-    seed = seed_for(args.seed, purpose)
-    try:
-        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, check=False)
-    except ValueError as error:
-        raise UsageError(f"--env-id {args.env_id}: {error}") from None
 
 
 def make_team(args, env, purpose):
@@ -149,21 +141,6 @@ class Pairs:
 
 
 # ALGO LOGIC: networks
-class SharedGRU(nn.GRU):
-    """One GRU for all seats."""
-
-    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
-        rows = x.flatten(1, 2)
-        h = h.flatten(0, 1)
-        if len(x) == 1:
-            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
-        elif x.is_cuda and has_kernels(self.hidden_size):
-            y = unroll(rows, h, *self._flat_weights)
-        else:
-            y, _ = super().forward(rows, h.unsqueeze(0))
-        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
-
-
 class Policies(nn.Module):
     """K policies in a Q-network: Linear, GRU, Linear on observation, own last action, seat and the policy's number."""
 
@@ -284,18 +261,13 @@ class ReplayBuffer:
     def __init__(self, args, episodes, device):
         self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
         self.size = buffer_size(args, episodes, self.device)
-        self.data, self.batch = {}, {}
-        for name, values in episodes.items():
-            rows, features = len(values), values.shape[2:]
-            self.data[name] = torch.zeros((rows, self.size, *features), dtype=values.dtype, device=self.device)
-            self.batch[name] = values.new_empty((rows, args.batch_size, *features))
+        self.data = allocate(episodes, self.size, self.device)
+        self.batch = allocate(episodes, args.batch_size, device)
         self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
         self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
         self.cursor = 0
         self.generator = torch.Generator().manual_seed(seed_for(args.seed, "buffer"))
-        self.save_episodes = args.save_buffer
         self.max_length = len(episodes["reward"]) - 1
-        self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
 
     def __len__(self):
         return int((self.lengths > 0).sum())
@@ -326,34 +298,13 @@ class ReplayBuffer:
         for _ in range(batches):
             episodes = filled[torch.randperm(len(filled), generator=self.generator)[:batch_size]]
             chosen = torch.stack((episodes, self.lengths[episodes]))
-            rows = min(round_up(int(chosen[1].max()), self.length_unit), self.max_length) + 1
+            rows = padded_length(int(chosen[1].max()), self.max_length, self.batch["lengths"].is_cuda) + 1
             if self.device.type == "cuda":  # from pinned memory the transfer does not wait for the last update
                 chosen = chosen.pin_memory().to(self.device, non_blocking=True)
             batch = {"lengths": self.batch["lengths"].copy_(chosen[1])}
             for name, data in self.data.items():
                 batch[name] = gather(data[:rows], chosen[0], self.batch[name][:rows])
             yield batch
-
-    def state_dict(self):
-        state = {"generator": self.generator.get_state()}
-        if self.save_episodes:
-            filled = len(self)
-            data = self.data  # a full buffer is not copied: it may take most of the memory
-            if filled < self.size:
-                data = {name: values[:, :filled].clone() for name, values in self.data.items()}
-            state |= {"lengths": self.lengths, "cursor": self.cursor, "episodes": data}
-        return state
-
-    def load_state_dict(self, state):
-        self.generator.set_state(state["generator"])
-        if "episodes" not in state:
-            print("This run was saved without its buffer: going on with an empty one.")
-            return
-        checkpoints.check_buffer(state, self.data, self.max_length)
-        self.lengths = state["lengths"]
-        self.cursor = state["cursor"]
-        for name, values in state["episodes"].items():
-            self.data[name][:, : values.shape[1]] = values.to(self.device)
 
 
 class Learner:
@@ -483,7 +434,7 @@ if __name__ == "__main__":
     eval_player = Player(learner.target_agents, eval_team.learner_seats, eval_team.policy_id)
     eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, cudagraphs=args.cudagraphs)
     buffer = ReplayBuffer(args, runner.episodes, device)
-    state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
+    state = {"buffer": SavedBuffer(buffer, args.save_buffer), "runner": runner, "eval_runner": eval_runner}
 
     with Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():

@@ -64,17 +64,17 @@ import torch.nn.functional as F
 import envs
 from training import checkpoints
 from training.args import check_ranges, fill_in, parse_args, resolve_device
+from training.buffers import padded_length
 from training.episodes import CHUNK, EpisodeRunner, round_up
-from training.exits import UsageError
 from training.graphs import Graphed
-from training.gru import has_kernels, unroll
+from training.gru import SeatGRU, SeatLinear, SharedGRU
 from training.log import Metrics
 from training.metrics import masked_mean
 from training.oracle import TellWho
-from training.run import Run, seed_for, set_up_torch
-from training.team import Team, check_common_goal, check_team_options
+from training.run import Run, set_up_torch
+from training.setup import make_env, make_team
+from training.team import check_common_goal, check_team_options
 
-MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 # recorded for learning, besides reward and seat
 FIELDS = ("obs", "state", "avail", "alive", "action", "terminated", "all_action", "all_alive")
 PYMARL = {  # with --preset pymarl
@@ -88,10 +88,9 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit encounter "
-        "hidden_dim critic_dim learning_rate critic_learning_rate max_grad_norm reward_scale",
-        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval",
+        positive="num_envs total_timesteps encounter hidden_dim reward_scale learning_rate max_grad_norm critic_dim "
+        "critic_learning_rate",
+        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
     )
     check_team_options(args)
     resolve_device(args)
@@ -105,72 +104,7 @@ def check_args(args):
     args.freeze()
 
 
-def make_env(args, num_envs, device, purpose):
-    seed, encounters = seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
-    try:
-        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
-    except ValueError as error:
-        raise UsageError(f"--env-id {args.env_id}: {error}") from None
-
-
-def make_team(args, env, purpose):
-    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    seed, encounter = seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
-    learners = ("learner",)  # what --team calls the learner's seats
-    try:
-        return Team(env, args.team, learners, *others, seed, encounter=encounter)
-    except ValueError as error:
-        raise UsageError(f"--team {args.team}: {error}") from None
-
-
 # ALGO LOGIC: networks
-class SeatLinear(nn.Module):
-    """A linear layer for every seat."""
-
-    def __init__(self, seats, inputs, outputs):
-        super().__init__()
-        bound = inputs**-0.5
-        self.weight = nn.Parameter(torch.empty(seats, inputs, outputs).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(seats, outputs).uniform_(-bound, bound))
-
-    def forward(self, x):  # (..., seats, inputs)
-        return torch.einsum("...ai,aio->...ao", x, self.weight) + self.bias
-
-
-class SeatGRU(nn.Module):
-    """A GRU for every seat."""
-
-    def __init__(self, seats, hidden_dim):
-        super().__init__()
-        self.fc_input = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
-        self.fc_hidden = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
-
-    def forward(self, x, h):  # (time, matches, seats, hidden), (matches, seats, hidden)
-        outputs = []
-        for gates in self.fc_input(x).unbind():
-            reset, update, new = gates.chunk(3, -1)
-            reset_h, update_h, new_h = self.fc_hidden(h).chunk(3, -1)
-            new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
-            h = torch.lerp(new, h, torch.sigmoid(update + update_h))
-            outputs.append(h)
-        return torch.stack(outputs)
-
-
-class SharedGRU(nn.GRU):
-    """One GRU for all seats."""
-
-    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
-        rows = x.flatten(1, 2)
-        h = h.flatten(0, 1)
-        if len(x) == 1:
-            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
-        elif x.is_cuda and has_kernels(self.hidden_size):
-            y = unroll(rows, h, *self._flat_weights)
-        else:
-            y, _ = super().forward(rows, h.unsqueeze(0))
-        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
-
-
 class Agents(nn.Module):
     """The policy network: Linear, GRU, Linear on observation, own last action and seat."""
 
@@ -315,7 +249,6 @@ class Learner:
         self.joint_action = torch.full((rows + 1, matches, env.n_agents), -1, device=env.device)
         self.time = torch.zeros(1, dtype=torch.long, device=env.device)  # the step that the critic learns from
         self.critic_sums = torch.zeros(4, device=env.device)  # number of steps, loss, value, gradient norm: sums
-        self.length_unit = round_up(-(-env.episode_limit // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
         self.metrics = Metrics(env.device)
         self.graphed_estimate = Graphed(self.estimate, env.device, args.cudagraphs)
         self.graphed_critic_step = Graphed(self.critic_step, env.device, args.cudagraphs)
@@ -340,7 +273,7 @@ class Learner:
         # of a match that is not valid nothing is learned
         self.lengths.copy_(torch.where(episodes.valid, episodes.lengths, -1))
         longest = int(self.lengths.max())
-        rows = min(round_up(longest, self.length_unit) + 1, len(data["reward"]))
+        rows = padded_length(longest, len(data["reward"]) - 1, self.args.cuda) + 1
         batch = {name: values[:rows] for name, values in data.items()} | {"lengths": self.lengths}
         self.graphed_estimate(batch)
         self.critic_sums.zero_()

@@ -72,15 +72,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import envs
-from training import checkpoints
+from training import checkpoints, setup
 from training.args import check_ranges, fill_in, parse_args, resolve_device
 from training.episodes import EpisodeRunner, round_up
 from training.exits import UsageError
 from training.graphs import Graphed
 from training.log import Metrics
 from training.metrics import masked_mean
-from training.run import Run, seed_for, set_up_torch
-from training.team import Team, check_unused
+from training.run import Run, set_up_torch
+from training.team import check_unused
 
 # recorded for learning and `analyse`, besides reward and seat
 FIELDS = ("all_obs", "all_avail", "all_alive", "all_action", "search_policy", "belief", "own_goal")
@@ -93,11 +93,10 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the environment."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit encounter trees "
-        "depth planners batch_size update_epochs hidden_dim learning_rate max_grad_norm channels gamma",
-        fractions="gamma belief_decay commit teammate_epsilon checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval sims train_sims rollout_steps c_puct q_temperature "
-        "value_coef",
+        positive="num_envs total_timesteps batch_size encounter hidden_dim learning_rate max_grad_norm trees depth "
+        "planners update_epochs channels gamma",
+        fractions="gamma teammate_epsilon belief_decay commit",
+        non_negative="sims train_sims rollout_steps c_puct q_temperature value_coef",
         largest=dict.fromkeys(("sims", "train_sims", "rollout_steps", "trees", "depth", "update_epochs"), 2**13),
     )
     check_unused(args, encounter=False)  # beliefs last for an encounter, of learners too
@@ -114,10 +113,7 @@ def check_args(args):
 
 
 def make_env(args, num_envs, device, purpose):
-    try:
-        env = envs.make(args.env_id, num_envs, device, seed_for(args.seed, purpose), args.n_agents, check=False)
-    except ValueError as error:
-        raise UsageError(f"--env-id {args.env_id}: {error}") from None
+    env = setup.make_env(args, num_envs, device, purpose)
     if args.goals and not env.goals:
         raise UsageError(f"--env-id {args.env_id} has no list of goals: --no-goals plans without them")
     return env
@@ -126,12 +122,7 @@ def make_env(args, num_envs, device, purpose):
 def make_team(args, env, purpose):
     if env.n_agents == 1:
         raise UsageError("--n-agents 1: there is nobody to model")
-    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    learners = ("hop", "learner")  # what --team calls the learner's seats
-    try:
-        return Team(env, args.team, learners, *others, seed_for(args.seed, purpose), encounter=args.encounter)
-    except ValueError as error:
-        raise UsageError(f"--team {args.team}: {error}") from None
+    return setup.make_team(args, env, purpose, learners=("hop", "learner"))
 
 
 # ALGO LOGIC: networks

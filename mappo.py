@@ -61,17 +61,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import envs
-from training import checkpoints
+from training import checkpoints, setup
 from training.args import check_ranges, fill_in, parse_args, resolve_device
 from training.episodes import EpisodeRunner, gather
 from training.exits import UsageError
 from training.graphs import Graphed
-from training.gru import has_kernels, unroll
+from training.gru import SharedGRU
 from training.log import Metrics
 from training.oracle import TellWho
 from training.rollouts import RolloutRunner
-from training.run import Run, seed_for, set_up_torch
-from training.team import Team, check_team_options
+from training.run import Run, set_up_torch
+from training.setup import make_team
+from training.team import check_team_options
 
 VALUE_NORM_DECAY = 0.99  # of the statistics of returns, by rollout
 CRITIC_INPUT = "agent_state"  # what the critic sees, besides last action and seat: everything, from its own view
@@ -85,10 +86,10 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit num_steps "
-        "update_epochs num_minibatches encounter hidden_dim learning_rate max_grad_norm clip_coef",
-        fractions="gamma gae_lambda teammate_epsilon checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval ent_coef",
+        positive="num_envs total_timesteps encounter hidden_dim learning_rate max_grad_norm num_steps update_epochs "
+        "num_minibatches clip_coef",
+        fractions="gamma teammate_epsilon gae_lambda",
+        non_negative="ent_coef",
         largest={"num_steps": 2**13, "update_epochs": 2**13},  # a run is stopped after them, not before
     )
     check_team_options(args)
@@ -108,42 +109,11 @@ def check_args(args):
 
 
 def make_env(args, num_envs, device, purpose):
-    seed, encounters = seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
-    try:
-        agent_state = purpose == "training"  # nobody else needs it
-        return envs.make(
-            args.env_id, num_envs, device, seed, args.n_agents, encounters, agent_state=agent_state, check=False
-        )
-    except ValueError as error:
-        raise UsageError(f"--env-id {args.env_id}: {error}") from None
-
-
-def make_team(args, env, purpose):
-    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    seed, encounter = seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
-    learners = ("learner",)  # what --team calls the learner's seats
-    try:
-        return Team(env, args.team, learners, *others, seed, encounter=encounter)
-    except ValueError as error:
-        raise UsageError(f"--team {args.team}: {error}") from None
+    agent_state = CRITIC_INPUT == "agent_state" and purpose == "training"  # nobody else needs it
+    return setup.make_env(args, num_envs, device, purpose, agent_state=agent_state)
 
 
 # ALGO LOGIC: networks
-class SharedGRU(nn.GRU):
-    """One GRU for all seats."""
-
-    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
-        rows = x.flatten(1, 2)
-        h = h.flatten(0, 1)
-        if len(x) == 1:
-            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
-        elif x.is_cuda and has_kernels(self.hidden_size):
-            y = unroll(rows, h, *self._flat_weights)
-        else:
-            y, _ = super().forward(rows, h.unsqueeze(0))
-        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
-
-
 class RecurrentNetwork(nn.Module):
     """Linear, GRU, Linear on an input, own last action and seat: the policy, or the critic."""
 

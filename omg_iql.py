@@ -84,21 +84,21 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import envs
 import pretrain_cvae
-from training import checkpoints, play
+from training import checkpoints, play, setup
 from training.args import buffer_size, check_ranges, fill_in, fill_in_sizes, parse_args, resolve_device
-from training.episodes import CHUNK, EpisodeRunner, RandomPlayer, gather, preserved_rng, round_up
+from training.buffers import SavedBuffer, allocate, padded_length
+from training.episodes import EpisodeRunner, RandomPlayer, gather, preserved_rng
 from training.exits import UsageError
 from training.graphs import Graphed, SideStream
-from training.gru import has_kernels, unroll
+from training.gru import SharedGRU
 from training.log import Metrics
 from training.metrics import code_metrics, last_alive_row, masked_mean, place_metrics, probes, usage
 from training.oracle import TellWho
 from training.run import Run, seed_for, set_up_torch
-from training.team import Team, check_team_options
+from training.setup import make_env
+from training.team import check_team_options, seat_order
 
-MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 # recorded for learning and `analyse`
 FIELDS = ("obs", "avail", "alive", "action", "all_action", "all_alive", "visible_last_action")
 
@@ -107,12 +107,11 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size encounter hidden_dim reward_scale learning_rate model_learning_rate max_grad_norm "
-        "pretrain_timesteps pretrain_updates latent_dim horizon",
-        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at "
-        "kl_weight vae_kl_weight mix_start mix_fraction",
-        non_negative="seed checkpoint_interval log_interval train_frequency target_interval inference_weight",
+        positive="num_envs total_timesteps buffer_size batch_size encounter hidden_dim reward_scale learning_rate "
+        "max_grad_norm model_learning_rate pretrain_timesteps pretrain_updates latent_dim horizon",
+        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction kl_weight vae_kl_weight "
+        "mix_start mix_fraction",
+        non_negative="train_frequency target_interval inference_weight",
         largest={"horizon": 2**13},
     )
     if args.selector not in ("value", "random", "next") and not (args.selector.isdigit() and int(args.selector) > 0):
@@ -128,49 +127,13 @@ def check_args(args):
     args.freeze()
 
 
-def make_env(args, num_envs, device, purpose):
-    seed, encounters = seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
-    try:
-        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
-    except ValueError as error:
-        raise UsageError(f"--env-id {args.env_id}: {error}") from None
-
-
 def make_team(args, env, purpose, stand_in=False):
     if env.n_agents == 1:
         raise UsageError("--n-agents 1: there is nobody to model")
-    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    seed, encounter = seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
-    learners = ("omg", "iql_omg", "learner")  # what --team calls the learner's seats
-    try:
-        return Team(env, args.team, learners, *others, seed, stand_in, encounter)
-    except ValueError as error:
-        raise UsageError(f"--team {args.team}: {error}") from None
+    return setup.make_team(args, env, purpose, learners=("omg", "iql_omg", "learner"), stand_in=stand_in)
 
 
 # ALGO LOGIC: networks
-class SharedGRU(nn.GRU):
-    """One GRU for all seats."""
-
-    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
-        rows = x.flatten(1, 2)
-        h = h.flatten(0, 1)
-        if len(x) == 1:
-            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
-        elif x.is_cuda and has_kernels(self.hidden_size):
-            y = unroll(rows, h, *self._flat_weights)
-        else:
-            y, _ = super().forward(rows, h.unsqueeze(0))
-        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
-
-    def branch(self, x, h):
-        """One step from each state h (time, matches, seats, hidden), with every one of x (time, k, matches, ...)."""
-        reset, update, new = F.linear(x, self.weight_ih_l0, self.bias_ih_l0).chunk(3, -1)
-        reset_h, update_h, new_h = F.linear(h, self.weight_hh_l0, self.bias_hh_l0).unsqueeze(1).chunk(3, -1)
-        new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
-        return torch.lerp(new, h.unsqueeze(1), torch.sigmoid(update + update_h))
-
-
 class Agents(nn.Module):
     """The Q-network: Linear, GRU, Linear on observation, own last action, seat and what the opponent model infers."""
 
@@ -275,15 +238,6 @@ class StateVAE(nn.Module):
         mean, log_variance = self.encode(state)
         prior = torch.zeros_like(mean)
         return self.error(sample(mean, log_variance), state), kl_divergence(mean, log_variance, prior, prior)
-
-
-def seat_order(env):
-    """(agents, agents): for every seat itself, then the others in the order in which its observation lists them."""
-    seat = torch.arange(env.n_agents)
-    own = seat.unsqueeze(1)
-    if env.ego_first:
-        return (own + seat) % env.n_agents
-    return torch.cat((own, seat[:-1] + (seat[:-1] >= own)), 1)
 
 
 class OpponentModel(nn.Module):
@@ -431,18 +385,13 @@ class ReplayBuffer:
     def __init__(self, args, episodes, device):
         self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
         self.size = buffer_size(args, episodes, self.device)
-        self.data, self.batch = {}, {}
-        for name, values in episodes.items():
-            rows, features = len(values), values.shape[2:]
-            self.data[name] = torch.zeros((rows, self.size, *features), dtype=values.dtype, device=self.device)
-            self.batch[name] = values.new_empty((rows, args.batch_size, *features))
+        self.data = allocate(episodes, self.size, self.device)
+        self.batch = allocate(episodes, args.batch_size, device)
         self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
         self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
         self.cursor = 0
         self.generator = torch.Generator().manual_seed(seed_for(args.seed, "buffer"))
-        self.save_episodes = args.save_buffer
         self.max_length = len(episodes["reward"]) - 1
-        self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
 
     def __len__(self):
         return int((self.lengths > 0).sum())
@@ -473,34 +422,13 @@ class ReplayBuffer:
         for _ in range(batches):
             episodes = filled[torch.randperm(len(filled), generator=self.generator)[:batch_size]]
             chosen = torch.stack((episodes, self.lengths[episodes]))
-            rows = min(round_up(int(chosen[1].max()), self.length_unit), self.max_length) + 1
+            rows = padded_length(int(chosen[1].max()), self.max_length, self.batch["lengths"].is_cuda) + 1
             if self.device.type == "cuda":  # from pinned memory the transfer does not wait for the last update
                 chosen = chosen.pin_memory().to(self.device, non_blocking=True)
             batch = {"lengths": self.batch["lengths"].copy_(chosen[1])}
             for name, data in self.data.items():
                 batch[name] = gather(data[:rows], chosen[0], self.batch[name][:rows])
             yield batch
-
-    def state_dict(self):
-        state = {"generator": self.generator.get_state()}
-        if self.save_episodes:
-            filled = len(self)
-            data = self.data  # a full buffer is not copied: it may take most of the memory
-            if filled < self.size:
-                data = {name: values[:, :filled].clone() for name, values in self.data.items()}
-            state |= {"lengths": self.lengths, "cursor": self.cursor, "episodes": data}
-        return state
-
-    def load_state_dict(self, state):
-        self.generator.set_state(state["generator"])
-        if "episodes" not in state:
-            print("This run was saved without its buffer: going on with an empty one.")
-            return
-        checkpoints.check_buffer(state, self.data, self.max_length)
-        self.lengths = state["lengths"]
-        self.cursor = state["cursor"]
-        for name, values in state["episodes"].items():
-            self.data[name][:, : values.shape[1]] = values.to(self.device)
 
 
 class Learner:
@@ -759,7 +687,7 @@ if __name__ == "__main__":
     buffer = ReplayBuffer(args, runner.episodes, device)
     if args.vae and not args.resume:
         load_vae(args, env, learner.model)
-    state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
+    state = {"buffer": SavedBuffer(buffer, args.save_buffer), "runner": runner, "eval_runner": eval_runner}
     if not (args.init or args.vae):
         stand_ins = make_team(args, plain_env, "pre-training", stand_in=True)
         watched = TellWho(plain_env, stand_ins) if args.tell_who else env

@@ -170,7 +170,7 @@ if __name__ == "__main__":
     args = from_command_line(Args, paper=PAPER)
     exit_on_signals()
     positive = "num_envs encounter pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
-    check_ranges(args, positive, "seed", "kl_weight vae_kl_weight teammate_epsilon")
+    check_ranges(args, positive, "", "kl_weight vae_kl_weight teammate_epsilon")
     resolve_device(args)
     num_envs = 8 if not envs.is_simulated(args.env_id) else 1024 if args.cuda else 512
     fill_in(args, {"num_envs": num_envs, "pretrain_timesteps": TIMESTEPS[args.cuda]})

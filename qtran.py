@@ -68,19 +68,18 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import envs
 from training import checkpoints
 from training.args import buffer_size, check_ranges, fill_in, fill_in_sizes, parse_args, resolve_device
-from training.episodes import CHUNK, EpisodeRunner, gather, round_up
-from training.exits import UsageError
+from training.buffers import SavedBuffer, allocate, padded_length
+from training.episodes import EpisodeRunner, gather
 from training.graphs import Graphed
-from training.gru import has_kernels, unroll
+from training.gru import SeatGRU, SeatLinear, SharedGRU
 from training.log import Metrics
 from training.oracle import TellWho
 from training.run import Run, seed_for, set_up_torch
-from training.team import Team, check_common_goal, check_team_options
+from training.setup import make_env, make_team
+from training.team import check_common_goal, check_team_options
 
-MAX_GRAPHS = 8  # CUDA graphs of an update at most, one for each length of a batch
 FIELDS = ("obs", "state", "avail", "alive", "action", "terminated")  # recorded for learning, besides reward and seat
 PYMARL = {  # with --preset pymarl
     "num_envs": 1, "train_frequency": 0, "batch_size": 32, "buffer_size": 5000, "learning_rate": 5e-4, "gamma": 0.99,
@@ -93,10 +92,10 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps eval_interval eval_episodes final_eval_episodes time_limit buffer_size "
-        "batch_size encounter hidden_dim joint_dim joint_layers learning_rate max_grad_norm reward_scale",
-        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction checkpoint_at",
-        non_negative="seed checkpoint_interval log_interval train_frequency target_interval opt_loss nopt_min_loss",
+        positive="num_envs total_timesteps buffer_size batch_size encounter hidden_dim reward_scale learning_rate "
+        "max_grad_norm joint_dim joint_layers",
+        fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
+        non_negative="train_frequency target_interval opt_loss nopt_min_loss",
         largest={"joint_layers": 2**4},
     )
     check_team_options(args)
@@ -106,72 +105,7 @@ def check_args(args):
     args.freeze()
 
 
-def make_env(args, num_envs, device, purpose):
-    seed, encounters = seed_for(args.seed, purpose), args.encounter if args.keep_memory else 1
-    try:
-        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False)
-    except ValueError as error:
-        raise UsageError(f"--env-id {args.env_id}: {error}") from None
-
-
-def make_team(args, env, purpose):
-    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
-    seed, encounter = seed_for(args.seed, purpose), 1 if args.keep_memory else args.encounter
-    learners = ("learner",)  # what --team calls the learner's seats
-    try:
-        return Team(env, args.team, learners, *others, seed, encounter=encounter)
-    except ValueError as error:
-        raise UsageError(f"--team {args.team}: {error}") from None
-
-
 # ALGO LOGIC: networks
-class SeatLinear(nn.Module):
-    """A linear layer for every seat."""
-
-    def __init__(self, seats, inputs, outputs):
-        super().__init__()
-        bound = inputs**-0.5
-        self.weight = nn.Parameter(torch.empty(seats, inputs, outputs).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(seats, outputs).uniform_(-bound, bound))
-
-    def forward(self, x):  # (..., seats, inputs)
-        return torch.einsum("...ai,aio->...ao", x, self.weight) + self.bias
-
-
-class SeatGRU(nn.Module):
-    """A GRU for every seat."""
-
-    def __init__(self, seats, hidden_dim):
-        super().__init__()
-        self.fc_input = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
-        self.fc_hidden = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
-
-    def forward(self, x, h):  # (time, matches, seats, hidden), (matches, seats, hidden)
-        outputs = []
-        for gates in self.fc_input(x).unbind():
-            reset, update, new = gates.chunk(3, -1)
-            reset_h, update_h, new_h = self.fc_hidden(h).chunk(3, -1)
-            new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
-            h = torch.lerp(new, h, torch.sigmoid(update + update_h))
-            outputs.append(h)
-        return torch.stack(outputs)
-
-
-class SharedGRU(nn.GRU):
-    """One GRU for all seats."""
-
-    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
-        rows = x.flatten(1, 2)
-        h = h.flatten(0, 1)
-        if len(x) == 1:
-            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
-        elif x.is_cuda and has_kernels(self.hidden_size):
-            y = unroll(rows, h, *self._flat_weights)
-        else:
-            y, _ = super().forward(rows, h.unsqueeze(0))
-        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
-
-
 class Agents(nn.Module):
     """The Q-network: Linear, GRU, Linear on observation, own last action and seat."""
 
@@ -315,18 +249,13 @@ class ReplayBuffer:
     def __init__(self, args, episodes, device):
         self.device = torch.device("cpu") if args.buffer_device == "cpu" else device
         self.size = buffer_size(args, episodes, self.device)
-        self.data, self.batch = {}, {}
-        for name, values in episodes.items():
-            rows, features = len(values), values.shape[2:]
-            self.data[name] = torch.zeros((rows, self.size, *features), dtype=values.dtype, device=self.device)
-            self.batch[name] = values.new_empty((rows, args.batch_size, *features))
+        self.data = allocate(episodes, self.size, self.device)
+        self.batch = allocate(episodes, args.batch_size, device)
         self.batch["lengths"] = torch.zeros(args.batch_size, dtype=torch.long, device=device)
         self.lengths = torch.zeros(self.size, dtype=torch.long)  # 0: an empty slot
         self.cursor = 0
         self.generator = torch.Generator().manual_seed(seed_for(args.seed, "buffer"))
-        self.save_episodes = args.save_buffer
         self.max_length = len(episodes["reward"]) - 1
-        self.length_unit = round_up(-(-self.max_length // MAX_GRAPHS), CHUNK) if args.cuda else CHUNK
 
     def __len__(self):
         return int((self.lengths > 0).sum())
@@ -357,34 +286,13 @@ class ReplayBuffer:
         for _ in range(batches):
             episodes = filled[torch.randperm(len(filled), generator=self.generator)[:batch_size]]
             chosen = torch.stack((episodes, self.lengths[episodes]))
-            rows = min(round_up(int(chosen[1].max()), self.length_unit), self.max_length) + 1
+            rows = padded_length(int(chosen[1].max()), self.max_length, self.batch["lengths"].is_cuda) + 1
             if self.device.type == "cuda":  # from pinned memory the transfer does not wait for the last update
                 chosen = chosen.pin_memory().to(self.device, non_blocking=True)
             batch = {"lengths": self.batch["lengths"].copy_(chosen[1])}
             for name, data in self.data.items():
                 batch[name] = gather(data[:rows], chosen[0], self.batch[name][:rows])
             yield batch
-
-    def state_dict(self):
-        state = {"generator": self.generator.get_state()}
-        if self.save_episodes:
-            filled = len(self)
-            data = self.data  # a full buffer is not copied: it may take most of the memory
-            if filled < self.size:
-                data = {name: values[:, :filled].clone() for name, values in self.data.items()}
-            state |= {"lengths": self.lengths, "cursor": self.cursor, "episodes": data}
-        return state
-
-    def load_state_dict(self, state):
-        self.generator.set_state(state["generator"])
-        if "episodes" not in state:
-            print("This run was saved without its buffer: going on with an empty one.")
-            return
-        checkpoints.check_buffer(state, self.data, self.max_length)
-        self.lengths = state["lengths"]
-        self.cursor = state["cursor"]
-        for name, values in state["episodes"].items():
-            self.data[name][:, : values.shape[1]] = values.to(self.device)
 
 
 class Learner:
@@ -500,7 +408,7 @@ if __name__ == "__main__":
     eval_player = Player(learner.target_agents, eval_team.learner_seats)
     eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, cudagraphs=args.cudagraphs)
     buffer = ReplayBuffer(args, runner.episodes, device)
-    state = {"buffer": buffer, "runner": runner, "eval_runner": eval_runner}
+    state = {"buffer": SavedBuffer(buffer, args.save_buffer), "runner": runner, "eval_runner": eval_runner}
 
     with Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():

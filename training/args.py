@@ -17,6 +17,10 @@ from training.exits import NO_MEMORY, Exit, UsageError, exit_on_signals
 
 LARGEST = {"num_envs": 2**22, "batch_size": 2**22}  # of an option; of one whose name ends in _dim it is LARGEST_DIM
 LARGEST_DIM = 2**13
+# ranges of the options that manage a run
+POSITIVE = ("eval_interval", "eval_episodes", "final_eval_episodes", "time_limit")
+NON_NEGATIVE = ("seed", "checkpoint_interval", "log_interval")
+FRACTIONS = ("checkpoint_at",)
 OUTWARD = ("track", "wandb_project_name", "wandb_entity", "wandb_group")  # no file says where a log goes
 CHANGEABLE = (  # on resuming
     *OUTWARD, "resume", "time_limit", "capture_video", "checkpoint_interval", "log_interval", "cudagraphs",
@@ -136,18 +140,19 @@ def is_pool(typed, saved):
 
 
 def check_ranges(args, positive="", non_negative="", fractions="", largest=None):
-    """Rejects numbers out of range; each parameter lists names of arguments. None is accepted.
+    """Rejects numbers out of range, also of the options in training/options.py; each parameter lists names of
+    arguments. None is accepted.
 
     `largest`: name -> the largest number that is accepted, where the script has a limit of its own
     """
     limits = LARGEST | (largest or {})
     ranges = (
-        (positive, "above 0", lambda x: x > 0),
-        (non_negative, "from 0 up", lambda x: x >= 0),
-        (fractions, "from 0 to 1", lambda x: 0 <= x <= 1),
+        (positive, POSITIVE, "above 0", lambda x: x > 0),
+        (non_negative, NON_NEGATIVE, "from 0 up", lambda x: x >= 0),
+        (fractions, FRACTIONS, "from 0 to 1", lambda x: 0 <= x <= 1),
     )
-    for names, allowed, accepts in ranges:
-        for name in names.split():
+    for names, of_run, allowed, accepts in ranges:
+        for name in [*names.split(), *(name for name in of_run if hasattr(args, name))]:
             value, most = getattr(args, name), limits.get(name, LARGEST_DIM if name.endswith("_dim") else 2**62)
             numbers = value if isinstance(value, (tuple, list)) else [] if value is None else [value]
             if not all(map(accepts, numbers)):

@@ -1,4 +1,6 @@
-"""A GRU over all steps of a sequence, one CUDA kernel forward and one backward: `unroll`.
+"""Recurrent layers: one GRU for all seats, or one for every seat.
+
+On the GPU a GRU goes over all steps of a sequence in one kernel forward and one backward: `unroll`.
 
 A block of threads takes a few rows through all steps. Four threads share two units of a row: each keeps a quarter of
 these units' recurrent weights in registers, and reads the hidden state of the step before from shared memory. What the
@@ -9,6 +11,7 @@ import functools
 import importlib.util
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from envs import compiler
@@ -199,3 +202,57 @@ def unroll(x, h, weight_ih, weight_hh, bias_ih, bias_hh):
     The weights are those of torch.nn.GRU, in its order.
     """
     return Unroll.apply(x, h, weight_ih, weight_hh, bias_ih, bias_hh, torch.is_grad_enabled())
+
+
+class SharedGRU(nn.GRU):
+    """One GRU for all seats."""
+
+    def forward(self, x, h):  # (time, matches, seats, inputs), (matches, seats, hidden)
+        rows = x.flatten(1, 2)
+        h = h.flatten(0, 1)
+        if len(x) == 1:
+            y = torch.gru_cell(rows[0], h, *self._flat_weights)  # cuDNN is slow at single steps
+        elif x.is_cuda and has_kernels(self.hidden_size):
+            y = unroll(rows, h, *self._flat_weights)
+        else:
+            y, _ = super().forward(rows, h.unsqueeze(0))
+        return y.view(*x.shape[:-1], -1)  # (time, matches, seats, hidden)
+
+    def branch(self, x, h):
+        """One step from each state h (time, matches, seats, hidden), with every one of x (time, k, matches, ...)."""
+        reset, update, new = F.linear(x, self.weight_ih_l0, self.bias_ih_l0).chunk(3, -1)
+        reset_h, update_h, new_h = F.linear(h, self.weight_hh_l0, self.bias_hh_l0).unsqueeze(1).chunk(3, -1)
+        new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
+        return torch.lerp(new, h.unsqueeze(1), torch.sigmoid(update + update_h))
+
+
+class SeatLinear(nn.Module):
+    """A linear layer for every seat."""
+
+    def __init__(self, seats, inputs, outputs):
+        super().__init__()
+        bound = inputs**-0.5
+        self.weight = nn.Parameter(torch.empty(seats, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(seats, outputs).uniform_(-bound, bound))
+
+    def forward(self, x):  # (..., seats, inputs)
+        return torch.einsum("...ai,aio->...ao", x, self.weight) + self.bias
+
+
+class SeatGRU(nn.Module):
+    """A GRU for every seat."""
+
+    def __init__(self, seats, hidden_dim):
+        super().__init__()
+        self.fc_input = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
+        self.fc_hidden = SeatLinear(seats, hidden_dim, 3 * hidden_dim)
+
+    def forward(self, x, h):  # (time, matches, seats, hidden), (matches, seats, hidden)
+        outputs = []
+        for gates in self.fc_input(x).unbind():
+            reset, update, new = gates.chunk(3, -1)
+            reset_h, update_h, new_h = self.fc_hidden(h).chunk(3, -1)
+            new = torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h)
+            h = torch.lerp(new, h, torch.sigmoid(update + update_h))
+            outputs.append(h)
+        return torch.stack(outputs)

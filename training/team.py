@@ -351,6 +351,15 @@ def tensors_of(player):
 
 
 # ---- options about teams ----
+def seat_order(env):
+    """(agents, agents): for every seat itself, then the others in the order in which its observation lists them."""
+    seat = torch.arange(env.n_agents)
+    own = seat.unsqueeze(1)
+    if env.ego_first:
+        return (own + seat) % env.n_agents
+    return torch.cat((own, seat[:-1] + (seat[:-1] >= own)), 1)
+
+
 def check_unused(args, encounter):
     """Rejects options about others where there are none; `encounter`: whether --encounter is one of them."""
     if args.team != "self":
