@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import SCRIPTS, scramble
 
-import pretrain_cvae
+import omg_iql
 from training.episodes import EpisodeRunner
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def random_learner(name, env, seed=0, **options):
         "kl_weight": 0.01,
     }
     module, used = SCRIPTS[name], [POLICIES] if name == "belief_iql" else []
-    small |= pretrain_cvae.PAPER if options.get("paper") else {}
+    small |= omg_iql.PAPER if options.get("paper") else {}
     small = {key: value for key, value in small.items() if key in module.Args.__dataclass_fields__}
     args = module.Args(**{**small, **options})
     module.check_args(args)

@@ -32,12 +32,12 @@ OF_POPULATION_SCRIPTS = {  # that they do not have in common with iql.py
 }  # fmt: skip
 LINES = {
     "iql": 350, "vdn": 355, "qmix": 390, "qtran": 435, "naive_om_iql": 465, "liam_iql": 465, "mix_iql": 515,
-    "belief_iql": 515, "ippo": 395, "mappo": 395, "coma": 420, "brdiv": 465, "hop": 630, "omg_iql": 730,
-    "pretrain_cvae": 205,
+    "belief_iql": 515, "ippo": 395, "mappo": 395, "coma": 420, "brdiv": 465, "hop": 630, "omg_iql": 835,
+    "pretrain_cvae": 95,
 }  # fmt: skip
 CHANGED_LINES = {
     ("iql", "vdn"): 20, ("vdn", "qmix"): 70, ("qmix", "qtran"): 140, ("iql", "naive_om_iql"): 230,
-    ("naive_om_iql", "liam_iql"): 100, ("naive_om_iql", "omg_iql"): 410, ("liam_iql", "mix_iql"): 125,
+    ("naive_om_iql", "liam_iql"): 100, ("naive_om_iql", "omg_iql"): 520, ("liam_iql", "mix_iql"): 125,
     ("naive_om_iql", "belief_iql"): 130, ("ippo", "mappo"): 10, ("iql", "brdiv"): 255,
 }  # fmt: skip
 

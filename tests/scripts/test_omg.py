@@ -20,11 +20,11 @@ from torch.distributions import kl_divergence as torch_kl_divergence
 
 import envs
 import omg_iql
-import pretrain_cvae
 from training import checkpoints
 from training.episodes import EpisodeRunner, load_runner, visible_last_action
 from training.graphs import SideStream
 from training.metrics import exchanged, halves, hit_ratio, last_alive_row, linear_probe, place_errors, usage
+from training.run import Run
 from training.team import Team
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,7 +127,7 @@ class RecordedRunner:
 
 
 def pretrain(learner, runner):
-    return pretrain_cvae.Pretraining(learner.args, learner.model, runner).run(NO_LOG)
+    return omg_iql.Pretraining(learner.args, learner.model, runner).run(NO_LOG)
 
 
 @pytest.mark.usefixtures("samples_are_means")
@@ -190,20 +190,20 @@ def test_pretraining_is_measured_on_episodes_that_it_does_not_learn_from(monkeyp
 
     env, vae_states, cvae_rounds = env_spec(), [], set()
     learner = make_learner(env, pretrain_timesteps=3 * sum(reference.LENGTHS), pretrain_updates=20)
-    update_vae, update_cvae = pretrain_cvae.Pretraining.update_vae, pretrain_cvae.Pretraining.update_cvae
-    held_out, errors = [], pretrain_cvae.Pretraining.errors
+    update_vae, update_cvae = omg_iql.Pretraining.update_vae, omg_iql.Pretraining.update_cvae
+    held_out, errors = [], omg_iql.Pretraining.errors
     monkeypatch.setattr(
-        pretrain_cvae.Pretraining,
+        omg_iql.Pretraining,
         "errors",
         lambda self, states, episodes: held_out.extend((states, episodes["obs"])) or errors(self, states, episodes),
     )
     monkeypatch.setattr(
-        pretrain_cvae.Pretraining,
+        omg_iql.Pretraining,
         "update_vae",
         lambda self, states: vae_states.append(states) or update_vae(self, states),
     )
     monkeypatch.setattr(
-        pretrain_cvae.Pretraining,
+        omg_iql.Pretraining,
         "update_cvae",
         lambda self, episodes: (
             cvae_rounds.add(round(float(episodes["obs"].mean()) / 1000)) or update_cvae(self, episodes)
@@ -217,13 +217,13 @@ def test_pretraining_is_measured_on_episodes_that_it_does_not_learn_from(monkeyp
 
 def test_the_learning_rate_of_the_vae_rises_and_falls(monkeypatch):
     """To six times the model's after a tenth of the updates, then to 0; that of the CVAE stays."""
-    env, step, rates = env_spec(), pretrain_cvae.Pretraining.step, []
+    env, step, rates = env_spec(), omg_iql.Pretraining.step, []
 
     def recorded_step(self, optimizer, loss):
         rates.append(optimizer.param_groups[0]["lr"])
         step(self, optimizer, loss)
 
-    monkeypatch.setattr(pretrain_cvae.Pretraining, "step", recorded_step)
+    monkeypatch.setattr(omg_iql.Pretraining, "step", recorded_step)
     learner = make_learner(env, model_learning_rate=0.01, pretrain_timesteps=1, pretrain_updates=100)
     pretrain(learner, RecordedRunner(random_batch(env)))
     assert rates[:10] == sorted(rates[:10]) and rates[10:100] == sorted(rates[10:100], reverse=True)
@@ -236,7 +236,7 @@ def test_weights_of_the_divergence(paper):
     """Beside the error summed over features, or with the published settings beside its mean."""
     learner = make_learner(paper=paper, kl_weight=0.1, vae_kl_weight=0.2)
     size = 5 if paper else 3
-    loss, recon, kl = pretrain_cvae.vae_loss(learner.args, learner.model.vae, torch.randn(50, size))
+    loss, recon, kl = omg_iql.vae_loss(learner.args, learner.model.vae, torch.randn(50, size))
     expected = recon + 0.1 * kl if paper else (size * recon + 0.2 * kl) / size
     torch.testing.assert_close(loss, expected)
 
@@ -874,16 +874,16 @@ def not_stopped(tmp_path_factory):
 @pytest.mark.parametrize("update", [21, *(pytest.param(update, marks=pytest.mark.slow) for update in (1, 7, 20, 22))])
 def test_a_run_stopped_in_pretraining_goes_on_there(update, not_stopped, tmp_path, monkeypatch):
     """20 updates of the VAE and 2 of the CVAE; the result is that of a run that was not stopped."""
-    step, updates = pretrain_cvae.Pretraining.step, []
+    save_or_stop, updates = Run.save_or_stop, []
 
-    def counted_step(self, optimizer, loss):
-        step(self, optimizer, loss)
-        updates.append(self.progress["update"])
+    def after_update(run):
+        updates.append(run.state["pretraining"].progress["update"])
         if len(updates) == update:
             signal.raise_signal(signal.SIGINT)
+        save_or_stop(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain_cvae.Pretraining, "step", counted_step)
+        patch.setattr(Run, "save_or_stop", after_update)
         folder = stopped("omg_iql", tmp_path / "stopped", time_limit=1e6, **STOPPED)
         saved = checkpoints.read_run(folder)
         assert saved["progress"]["steps"] == 0 and len(updates) == update

@@ -26,7 +26,7 @@ from reference import (
 )
 
 import envs
-from pretrain_cvae import Pretraining
+from omg_iql import Pretraining
 from training import checkpoints, play
 from training.episodes import EpisodeRunner, load_runner
 from training.graphs import Graphed
