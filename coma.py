@@ -66,6 +66,7 @@ from training import checkpoints
 from training.args import check_ranges, fill_in, parse_args, resolve_device
 from training.buffers import padded_length
 from training.episodes import CHUNK, EpisodeRunner, round_up
+from training.exits import UsageError
 from training.graphs import Graphed
 from training.gru import SeatGRU, SeatLinear, SharedGRU
 from training.log import Metrics
@@ -92,6 +93,8 @@ def check_args(args):
         "critic_learning_rate",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
     )
+    if args.team != "self" and not args.share_parameters:
+        raise UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
     check_team_options(args)
     resolve_device(args)
     sizes = {"num_envs": 32, "total_timesteps": 1_000_000 if args.team == "self" else 2_000_000}

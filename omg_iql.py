@@ -801,7 +801,7 @@ if __name__ == "__main__":
         pretrain_runner = EpisodeRunner(watched, stand_ins, RandomPlayer(), pretrain_fields, args.cudagraphs)
         state["pretraining"] = pretraining = Pretraining(args, learner.model, pretrain_runner)
 
-    with Run(args, __file__, STARTED, env, learner, state) as run:
+    with Run(args, __file__, STARTED, env, learner, state, rows_before=2 * args.pretrain_updates) as run:
         if run.steps == 0 and not args.init:
             if not args.vae:
                 pretraining.run(run.writer, after_update=run.save_or_stop)

@@ -70,6 +70,7 @@ from training import checkpoints
 from training.args import buffer_size, check_ranges, fill_in_sizes, parse_args, resolve_device
 from training.buffers import SavedBuffer, allocate, padded_length
 from training.episodes import EpisodeRunner, gather
+from training.exits import UsageError
 from training.graphs import Graphed
 from training.gru import SeatGRU, SeatLinear, SharedGRU
 from training.log import Metrics
@@ -95,6 +96,8 @@ def check_args(args):
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
         non_negative="train_frequency target_interval",
     )
+    if args.team != "self" and not args.share_parameters:
+        raise UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
     check_team_options(args)
     resolve_device(args)
     fill_in_sizes(args)

@@ -46,7 +46,6 @@ except ImportError:  # Windows
 import envs
 import iql
 import omg_iql
-from training.args import size_limits
 from training.episodes import load_runner
 from training.exits import SIGNALS
 from training.team import Team
@@ -313,8 +312,7 @@ def run_script(script, words, patience=8.0):
         sys.argv, sys.excepthook, threading.excepthook = argv, hook, thread_hook
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        while size_limits:
-            size_limits.pop().remove()
+        torch.nn.modules.module._global_parameter_registration_hooks.clear()  # limits of sizes
     if "Traceback" in errors.getvalue() or code not in CODES or "\n" in message or len(message) > 2000:
         last = (errors.getvalue().strip().splitlines() or [message])[-1]
         places = [line.strip() for line in errors.getvalue().splitlines() if line.startswith("  File ")]

@@ -108,6 +108,7 @@ def run_script(words):
     finally:
         sys.argv, sys.excepthook = argv, hook
         torch.set_deterministic_debug_mode("default")
+        torch.nn.modules.module._global_parameter_registration_hooks.clear()  # limits of sizes
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

@@ -6,6 +6,9 @@ import sys
 
 import pytest
 from helpers import ALL_SCRIPTS, ROOT
+from helpers import SCRIPTS as SCRIPTS_WITH_BUFFERS
+
+from training.options import RunArgs
 
 PACKAGES = ("envs", "training", "scripts", "experiments")  # in the order of imports
 SCRIPTS = (*ALL_SCRIPTS, "pretrain_cvae")
@@ -45,6 +48,40 @@ def test_nothing_imports_to_the_right(name):
     place = PACKAGES.index(FILES[name])
     found = {package_of(module) for module in imported((ROOT / name).read_text(encoding="utf-8"))}
     assert not found & set(PACKAGES[place + 1 :])
+
+
+# ---- shared code knows no algorithm ----
+def own_options(name):
+    (args,) = (
+        node for node in ast.parse((ROOT / f"{name}.py").read_text()).body if getattr(node, "name", "") == "Args"
+    )
+    return {node.target.id for node in args.body if isinstance(node, ast.AnnAssign)}
+
+
+IN_COMMON = set.intersection(*map(own_options, SCRIPTS_WITH_BUFFERS))  # also the options about environments and teams
+OF_ALGORITHMS = set.union(*map(own_options, ALL_SCRIPTS)) - IN_COMMON - RunArgs.__dataclass_fields__.keys()
+
+
+def asked_for(text):
+    """The options that code reads from `args`, and the names of scripts that it has."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2] == "args":
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node).startswith(("getattr(args, '", "hasattr(args, '")):
+            yield node.args[1].value
+        elif isinstance(node, ast.Constant) and node.value in SCRIPTS:
+            yield node.value
+
+
+def test_options_of_algorithms_are_found():
+    assert {"td_lambda", "tell_who", "num_envs"} <= IN_COMMON and {"latent_dim", "sims", "mixing_dim"} <= OF_ALGORITHMS
+    text = 'self.args.sims, getattr(args, "trees", 1), f(name == "qmix"), args.gamma'
+    assert {*asked_for(text)} == {"sims", "trees", "qmix", "gamma"}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if FILES[name] in ("envs", "training")])
+def test_shared_code_asks_for_no_algorithm(name):
+    assert not {*asked_for((ROOT / name).read_text(encoding="utf-8"))} & {*OF_ALGORITHMS, *SCRIPTS}
 
 
 def test_what_answers_help_is_there_at_once():

@@ -27,8 +27,6 @@ CHANGEABLE = (  # on resuming
 )  # fmt: skip
 FOUND_OUT = ("n_policies",)  # options of earlier versions that a run has set by itself, and does not need any more
 
-size_limits = []  # of a run to continue, until its networks are loaded
-
 
 def option(name):
     return f"--{name.replace('_', '-')}"
@@ -106,7 +104,6 @@ def parse_args(args_class, script, **presets):
         checkpoints.check_types("it", args_class, saved["args"])
     except ValueError as error:
         raise UsageError(f"--resume {folder}: {error}") from None
-    size_limits.append(checkpoints.limit_sizes(folder, saved, UsageError))  # until they are loaded
     previous = {**defaults, **saved["args"]}  # an older run may lack an option
     if "pool" in previous:  # an older run may have patterns there
         others = (path for path in expanded(previous["pool"]) if Path(path).resolve() != folder.resolve())
@@ -125,6 +122,7 @@ def parse_args(args_class, script, **presets):
     ]
     if invalid:
         raise UsageError(f"--resume {folder} has {', '.join(invalid)}")
+    given.size_limit = checkpoints.limit_sizes(folder, saved, UsageError)  # until its networks are loaded
     return given
 
 

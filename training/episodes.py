@@ -34,6 +34,7 @@ import torch
 from envs.batch import GameFailed, memory_of
 from training import checkpoints
 from training.graphs import Graphed
+from training.gru import SeatLinear
 
 CHUNK = 8  # steps captured in one CUDA graph, between two checks whether all matches are over
 MAX_INVALID_ROUNDS = 20  # in a row, before giving up
@@ -444,10 +445,12 @@ class SeatSelection:
 
 def load_player(run, env, seats):
     """The greedy policy of a run of any script, playing `seats` (matches, seats) of matches like those of `env`."""
-    script, args = checkpoints.script_of(run)
+    script, _ = checkpoints.script_of(run)
     with preserved_rng(env.device), checkpoints.limited_sizes(run):  # networks are initialised before they are loaded
-        if getattr(args, "share_parameters", True) or seats.shape[1] == env.n_agents:
-            return script.load_player(run, env, seats)
+        player = script.load_player(run, env, seats)
+        layers = player.agents.modules() if hasattr(player, "agents") else ()
+        if seats.shape[1] == env.n_agents or not any(isinstance(layer, SeatLinear) for layer in layers):
+            return player
         every_seat = torch.arange(env.n_agents, device=env.device).repeat(len(seats), 1)
         return SeatSelection(script.load_player(run, env, every_seat), env.n_agents)
 

@@ -127,7 +127,7 @@ class Log:
 
     wandb = None
 
-    def __init__(self, args, folder, purge_step=None):
+    def __init__(self, args, folder, purge_step=None, rows_before=0):
         if args.track:
             import wandb
 
@@ -140,7 +140,7 @@ class Log:
             for key in ("eval/win_rate", "eval/episodic_return"):
                 run.define_metric(key, step_metric="steps", summary="max")
         self.folder = folder
-        self.before_steps = 2 * getattr(args, "pretrain_updates", 0)  # rows of pre-training come first
+        self.rows_before = rows_before  # the first step: rows of pre-training
         self.writer = None
         self.failed = False
         self.retry_at = 0.0
@@ -185,7 +185,7 @@ class Log:
             return
         pretraining = key.startswith("pretrain/")
         place = {"pretrain/update": step} if pretraining else {"steps": step}
-        row = step if pretraining else self.before_steps + step
+        row = step if pretraining else self.rows_before + step
         self.wandb.log({key: content(self.wandb), **place}, step=row)
 
     def _write(self, write, purge_step=None):

@@ -27,6 +27,8 @@ class CommandArgs:
     wandb_group: str | None = None  # wandb's group of runs
     run_root: str = "runs"  # the folder in which run folders are made
 
+    size_limit = None  # no option: what limits the networks of a resumed run, until these are loaded
+
     def freeze(self):
         """From here on the options are read-only. What a run finds out by itself is no option."""
         object.__setattr__(self, "_frozen", True)

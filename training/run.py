@@ -29,7 +29,6 @@ import torch
 import envs
 from envs.batch import GameFailed
 from training import checkpoints, files
-from training.args import size_limits
 from training.episodes import EpisodeRunner, ScriptedPlayer, Stopped, load_runner, rng_state, set_rng_state
 from training.exits import Exit, UsageError, not_ignored
 from training.graphs import Graphed
@@ -161,7 +160,8 @@ def writable_folder(path):
 
 
 class Run:
-    def __init__(self, args, script, started, env, learner, state):
+    def __init__(self, args, script, started, env, learner, state, rows_before=0):
+        """`rows_before`: of the log in Weights and Biases, for what is logged before the first step"""
         self.args = args
         self.env = env
         self.learner = learner
@@ -188,7 +188,7 @@ class Run:
         self.started = Progress.started = self.launched - self.progress["seconds"]
         self.stop_requests = []
         self.bar = None
-        self.writer = Log(args, self.folder, self.steps + 1 if args.resume else None)
+        self.writer = Log(args, self.folder, self.steps + 1 if args.resume else None, rows_before)
         for part in state.values():
             part.should_stop = self.should_stop  # asked by what can last
 
@@ -532,8 +532,7 @@ class Run:
         return name if name != self.resume_file else f"resume-{self.steps}-2.pt"
 
     def restore(self):
-        while size_limits:
-            size_limits.pop().remove()
+        self.args.size_limit.remove()
         try:
             saved = checkpoints.load_networks(self.folder, self.env, self.learner.networks())
             self.progress = saved["progress"]

@@ -373,8 +373,6 @@ def check_unused(args, encounter):
 
 def check_team_options(args):
     """Rejects options that do not go together."""
-    if args.team != "self" and not getattr(args, "share_parameters", True):
-        raise UsageError("--no-share-parameters is for --team self: a learner whose seat changes has one network")
     check_unused(args, encounter=not args.keep_memory)
     if args.tell_who and args.team == "self":
         raise UsageError("--tell-who is for a learner among others: with --team self there are none to tell of")

@@ -20,7 +20,7 @@ import omg_iql
 from experiments import evaluate
 from experiments.jobs import run_all
 from training import checkpoints, files, play
-from training.args import parse_args, size_limits
+from training.args import parse_args
 from training.episodes import load_runner
 from training.run import initialise_from
 from training.team import Team, read_pool
@@ -143,9 +143,9 @@ def test_a_file_names_no_code(original, tmp_path, monkeypatch):
     assert not Path("called").exists()
     monkeypatch.setattr("training.args.exit_on_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", ["iql.py", "--resume", str(run), "--env-id", bad])
-    assert parse_args(iql.Args, "iql.py").env_id == bad
-    while size_limits:
-        size_limits.pop().remove()
+    args = parse_args(iql.Args, "iql.py")
+    args.size_limit.remove()
+    assert args.env_id == bad
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")
@@ -185,7 +185,7 @@ def test_a_file_does_not_say_where_the_log_goes(original, tmp_path, monkeypatch)
     for words, expected in (([], (False, None)), (["--track", "--wandb-entity", "mine"], (True, "mine"))):
         monkeypatch.setattr(sys, "argv", ["iql.py", "--resume", str(tmp_path), *words])
         args = parse_args(iql.Args, "iql.py")
-        size_limits.pop().remove()
+        args.size_limit.remove()
         assert (args.track, args.wandb_entity) == expected
 
 

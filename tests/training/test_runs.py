@@ -1288,7 +1288,7 @@ def test_wandb_mirrors_the_log_and_a_run_that_goes_on_goes_on_there(tmp_path):
 
 
 def test_rows_of_pretraining_come_before_the_steps_in_wandb(tmp_path):
-    log, logged = Log(omg_iql.Args(pretrain_updates=100), tmp_path), []
+    log, logged = Log(omg_iql.Args(), tmp_path, rows_before=200), []
     log.wandb = SimpleNamespace(log=lambda row, step: logged.append((row, step)), finish=lambda: None)
     log.add_scalar("pretrain/kl", 3.0, 110)
     log.add_scalar("charts/SPS", 5.0, 7)
