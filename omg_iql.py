@@ -652,7 +652,6 @@ class Pretraining:
         args, model, progress = self.args, self.model, self.progress
         set_rng_state(self.start["rng"])
         self.runner.load_state_dict(self.start["runner"])
-        self.runner.should_stop = getattr(self, "should_stop", None)  # of the run that this is part of
         with Progress("Pre-training, play of the others: ", args.pretrain_timesteps, "steps") as shown:
             *rounds, held_out = self.runner.collect(args.pretrain_timesteps, shown.show)
         states = torch.cat([model.states(episodes, episodes["obs"])[episodes["mask"]] for episodes in rounds])
@@ -701,6 +700,9 @@ class Pretraining:
         loss.backward()
         optimizer.step()
         self.progress["update"] += 1
+
+    def attend(self, should_stop, show_progress):
+        self.runner.attend(should_stop, show_progress)
 
     def state_dict(self):
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]

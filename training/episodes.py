@@ -121,7 +121,8 @@ class EpisodeRunner:
         self.team = team
         self.player = player
         self.cudagraphs = cudagraphs  # whether steps on the GPU are captured
-        self.should_stop = None  # without arguments; asked in each step of a game that is not simulated
+        # of the run that this plays for, see `attend`; the first is asked in each step of a game that is not simulated
+        self.should_stop, self.show_progress = lambda: False, lambda: None
         self.invalid_rounds = 0  # in a row
         self.last_action = torch.zeros_like(env.actions)
         self.watches = "visible_last_action" in (*fields, *getattr(player, "fields", ()))  # what the others do
@@ -213,9 +214,13 @@ class EpisodeRunner:
             new_match = (self.env.info["encounter"] != self.encounter).unsqueeze(1)
             self.team_last_action.copy_(torch.where(new_match, -1, self.last_action))
 
+    def attend(self, should_stop, show_progress):
+        """Plays for a run: `should_stop()` says whether to leave a game, `show_progress()` is called between chunks."""
+        self.should_stop, self.show_progress = should_stop, show_progress
+
     def check_stop(self):
         """Raises Stopped when the caller wants an end."""
-        if self.should_stop is not None and self.should_stop():
+        if self.should_stop():
             raise Stopped
 
     def play(self, epsilon=0.0):
@@ -243,6 +248,7 @@ class EpisodeRunner:
         self.record(self.episodes, 0, self.fields(obs=obs, **info) | self.watched())
         for t in range(0, self.env.episode_limit, CHUNK):
             self.play_chunk()
+            self.show_progress()
             for name, values in self.chunk.items():
                 first = t if name in OF_STEP or name in self.outputs else t + 1
                 self.episodes[name][first : first + CHUNK] = values

@@ -65,6 +65,7 @@ class RolloutRunner(EpisodeRunner):
         self.results.valid.zero_()
         self.counts.zero_()
         self.play_rollout()
+        self.show_progress()
         self.rollouts += 1
         return self.rollout
 

@@ -31,7 +31,6 @@ from envs.batch import GameFailed
 from training import checkpoints, files
 from training.episodes import EpisodeRunner, ScriptedPlayer, Stopped, load_runner, rng_state, set_rng_state
 from training.exits import Exit, UsageError, not_ignored
-from training.graphs import Graphed
 from training.log import RETRY, Log, Progress, monotonic
 
 
@@ -190,13 +189,13 @@ class Run:
         self.bar = None
         self.writer = Log(args, self.folder, self.steps + 1 if args.resume else None, rows_before)
         for part in state.values():
-            part.should_stop = self.should_stop  # asked by what can last
+            if hasattr(part, "attend"):
+                part.attend(self.should_stop, self.show_progress)
 
     def __enter__(self):
         self.signals = not_ignored()
         for number in self.signals:
             signal.signal(number, lambda number, frame: self.stop_requests.append(number))
-        Graphed.on_call = self.show_progress
         self.save_at = time.monotonic() + self.args.checkpoint_interval
         self.logged_at = time.monotonic()
         self.logged_steps = self.steps
@@ -216,7 +215,6 @@ class Run:
             for number in self.signals:  # once a run is complete, or stopped and saved, further signals change nothing
                 action = signal.default_int_handler if number == signal.SIGINT else default
                 signal.signal(number, signal.SIG_IGN if self.stop_requests else action)
-            Graphed.on_call = None
             self._set_bar(None)
             self.writer.close()
             self.lock.release()

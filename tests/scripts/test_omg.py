@@ -114,7 +114,10 @@ class RecordedRunner:
         self.episodes = {name: values for name, values in batch.items() if name != "lengths"}
         self.lengths = batch["lengths"]
 
-    collect, check_stop, should_stop = EpisodeRunner.collect, EpisodeRunner.check_stop, None
+    collect, check_stop = EpisodeRunner.collect, EpisodeRunner.check_stop
+
+    def should_stop(self):
+        return False
 
     def play(self, epsilon=0.0):
         return as_played(self.episodes, self.lengths)
