@@ -2,11 +2,11 @@
 
 A recurrent network reads what the learner has seen and what everybody has done. One head gives the probabilities of
 every other agent's next action, one those of its policy, among those that others are drawn from; one has features that
-Q-learning trains. All are inputs of the Q-network. In an encounter, matches in a row with the same others, what
+Q-learning trains. All are inputs of the Q-network. In matches in a row with the same partners, what
 earlier matches showed of their policies is added by Bayes' rule: the belief. The rest is Q-learning as in iql.py.
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
-    python belief_iql.py --env-id kuhn --encounter 5 --cuda     docs/belief_iql.md has the logged keys and the results
+    python belief_iql.py --env-id kuhn --matches-per-partner 5 --cuda     docs/belief_iql.md has the logged keys
 """
 
 import copy
@@ -28,12 +28,12 @@ class Args(RunArgs):
     n_agents: int | None = None  # number of agents, where the environment leaves it open
     team: str = "scripted"  # scripted (one learner among scripted others), self (all learn), or such as 7qmix1belief
     pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
-    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
-    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
-    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
-    encounter: int = 1  # matches in a row with the same others before new ones are drawn
-    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
-    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
+    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
+    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
+    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents
+    persist_hidden: bool = False  # whether the hidden state outlasts a match, while the partners stay: one long episode
+    oracle: bool = False  # whether observations tell the policies of the other agents, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
     total_timesteps: int | None = None  # default: 10 million on the GPU, 1 million or with a team 2 on the CPU
 
@@ -57,7 +57,7 @@ class Args(RunArgs):
     dueling: bool = False  # whether Q is a value plus advantages, from two heads
     model_learning_rate: float = 1e-3  # Adam's learning rate of the opponent model
     q_features: int = 16  # features of the opponent model's memory that Q-learning trains; 0: none
-    carry_belief: bool = True  # whether the belief is kept from match to match of an encounter
+    carry_belief: bool = True  # whether the belief is kept from match to match with the same partners
 
 
 if __name__ == "__main__":
@@ -76,7 +76,7 @@ from training.graphs import Graphed, SideStream
 from training.gru import SharedGRU
 from training.log import Metrics
 from training.metrics import accuracy, calibration, masked_nll, usage
-from training.oracle import TellWho
+from training.oracle import PartnerOracle
 from training.run import Run, seed_for, set_up_torch
 from training.setup import make_env
 from training.team import check_team_options, seat_order
@@ -89,7 +89,7 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps buffer_size batch_size encounter hidden_dim reward_scale learning_rate "
+        positive="num_envs total_timesteps buffer_size batch_size hidden_dim reward_scale learning_rate "
         "max_grad_norm model_learning_rate",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
         non_negative="train_frequency target_interval q_features",
@@ -102,7 +102,7 @@ def check_args(args):
 
 def make_team(args, env, purpose):
     if env.n_agents == 1:
-        raise UsageError("--n-agents 1: there is nobody to model")
+        raise UsageError("--n-agents is at least 2: there is no other agent to model")
     team = setup.make_team(args, env, purpose, learners=("belief", "learner"))
     if not team.used:
         raise UsageError(f"--team {args.team}: there is nobody whose policy could be inferred")
@@ -110,7 +110,7 @@ def make_team(args, env, purpose):
 
 
 # ALGO LOGIC: networks
-class Agents(nn.Module):
+class QNetwork(nn.Module):
     """The Q-network: Linear, GRU, Linear on observation, own last action, seat and what the opponent model infers."""
 
     def __init__(self, args, env, n_policies):
@@ -334,7 +334,7 @@ class Learner:
         self.used = torch.tensor(used, device=env.device)  # policies of the others, by number in the team
         self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
-        self.agents = Agents(args, env, len(used))
+        self.agents = QNetwork(args, env, len(used))
         self.target_agents = copy.deepcopy(self.agents).to(env.device)  # cuDNN wants contiguous weights
         self.model = OpponentModel(args, env, len(used))
         self.parameters = list(self.agents.parameters())
@@ -476,8 +476,8 @@ if __name__ == "__main__":
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
-    if args.tell_who:
-        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
+    if args.oracle:
+        env, eval_env = PartnerOracle(env, team), PartnerOracle(eval_env, eval_team)
     learner = Learner(args, env, team.used)
     player = Player(learner, learner.agents, team.learner_seats)
     eval_player = Player(learner, learner.target_agents, eval_team.learner_seats)

@@ -106,7 +106,7 @@ class Pairs:
     and i behind it. An EpisodeRunner uses this as its team: all it records is in that order of seats.
     """
 
-    encounter = 1
+    matches_per_partner = 1
 
     def __init__(self, env, population_size):
         self.env = env
@@ -183,7 +183,7 @@ class Policies(nn.Module):
         return weights
 
 
-class Agents(nn.Module):
+class QNetwork(nn.Module):
     """The best responses, which play the first of a match's seats, and the confederates, which play the others."""
 
     def __init__(self, args, env):
@@ -314,7 +314,7 @@ class Learner:
         self.args, self.env = args, env
         self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
-        self.agents = Agents(args, env)
+        self.agents = QNetwork(args, env)
         self.target_agents = copy.deepcopy(self.agents).to(env.device)  # cuDNN wants contiguous weights
         self.parameters = list(self.agents.parameters())
         self.target_parameters = list(self.target_agents.parameters())
@@ -396,7 +396,7 @@ def load_player(run, env, seats):
     The first of the seats is a best response's, the others are its confederate's; each match has a pair drawn for it.
     """
     args = checkpoints.load_args(Args, run)
-    agents = Agents(args, env)
+    agents = QNetwork(args, env)
     checkpoints.load_networks(run, env, {"target_agents": agents})
     generator = torch.Generator().manual_seed(args.seed)
     number = torch.randint(args.population_size, (len(seats), 1), generator=generator)

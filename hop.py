@@ -1,7 +1,7 @@
 """HOP (Huang et al., ICML 2024): plan with a belief over the others' goals.
 
 For every other agent there is a belief over the environment's list of goals, and "none", updated by Bayes' rule within
-a match, and between the matches of an encounter by a moving average of the goals reached. A network predicts the
+a match, and between matches with the same partners by a moving average of the goals reached. A network predicts the
 others' actions given their goals. At every decision several trees are searched over one's own actions in copies of the
 match, each with goals of the others drawn from the belief; the policy is a softmax of the mean Q of the trees. A second
 network, priors and values of the search, learns from its results.
@@ -28,10 +28,10 @@ class Args(RunArgs):
     n_agents: int | None = None  # number of agents, where the environment leaves it open
     team: str = "self"  # self (all seats learn), scripted (one learner among scripted others), or such as 3NS1learner
     pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
-    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
-    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
-    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
-    encounter: int = 1  # matches in a row with the same others before new ones are drawn; prior beliefs last as long
+    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
+    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
+    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents; prior beliefs last as long
     num_envs: int | None = None  # matches at a time (default: 256 on the GPU, 32 on the CPU)
     total_timesteps: int | None = None  # default: 400,000 on the GPU, 20,000 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 5)
@@ -48,7 +48,7 @@ class Args(RunArgs):
     q_temperature: float | None = None  # factor of Q in the softmax that is the policy (default: 10, snowdrift 2)
     goals: bool = True  # whether the others' actions depend on goals, or (--no-goals) not: direct-OM
     intra_belief: bool = True  # whether beliefs follow the others' actions within a match
-    inter_belief: bool = True  # whether the matches of an encounter count for the prior belief of the next
+    inter_belief: bool = True  # whether earlier matches with the same partners count for the prior belief of the next
     commit: float = 0.5  # share of training matches in which some learners pursue one goal, or none, and nothing else
     belief_decay: float = 0.8  # weight of the prior belief, not of the goal reached, in the next match's prior belief
     half: bool = True  # whether the networks search in bfloat16 on the GPU
@@ -93,13 +93,13 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the environment."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps batch_size encounter hidden_dim learning_rate max_grad_norm trees depth "
+        positive="num_envs total_timesteps batch_size hidden_dim learning_rate max_grad_norm trees depth "
         "planners update_epochs channels gamma",
         fractions="gamma teammate_epsilon belief_decay commit",
         non_negative="sims train_sims rollout_steps c_puct q_temperature value_coef",
         largest=dict.fromkeys(("sims", "train_sims", "rollout_steps", "trees", "depth", "update_epochs"), 2**13),
     )
-    check_unused(args, encounter=False)  # beliefs last for an encounter, of learners too
+    check_unused(args, matches_per_partner=False)  # beliefs last for an encounter, of learners too
     resolve_device(args)
     if not envs.is_simulated(args.env_id):
         raise UsageError(f"--env-id {args.env_id}: this script looks ahead in copies of simulated matches")
@@ -121,7 +121,7 @@ def make_env(args, num_envs, device, purpose):
 
 def make_team(args, env, purpose):
     if env.n_agents == 1:
-        raise UsageError("--n-agents 1: there is nobody to model")
+        raise UsageError("--n-agents is at least 2: there is no other agent to model")
     return setup.make_team(args, env, purpose, learners=("hop", "learner"))
 
 
@@ -199,7 +199,7 @@ class Search:
         self.args, self.agents, self.model = args, agents, model
         self.trees, self.sims, self.rollout_steps, self.own_goals = args.trees, sims, rollout_steps, own_goals
         count, nodes, device = planners * args.trees, sims + 2, env.device
-        self.env = env.fork(count)  # where simulations take place
+        self.env = env.make_copy(count)  # where simulations take place
         self.states = {name: x.new_zeros((nodes, *x.shape)) for name, x in self.env.match_state().items()}
         self.flat_states = {name: values.flatten(0, 1) for name, values in self.states.items()}
 
@@ -234,7 +234,7 @@ class Search:
         self.others.copy_((self.seat + agents) % env.n_agents)
         log_belief = log_belief.gather(1, self.others.unsqueeze(-1).expand(-1, -1, log_belief.shape[-1]))
         self.goal.copy_((log_belief + gumbel(log_belief)).argmax(-1))
-        self.env.load(env.match_state(), match)
+        self.env.set_state(env.match_state(), match)
         for array in (self.total, self.visits, self.child, self.best, self.next, self.count):
             array.zero_()
         start = (torch.zeros_like(array[:1]) for array in (self.level, self.earned, self.over))
@@ -322,7 +322,7 @@ class Search:
         expands = ~self.over.gather(0, leaf) & (level < args.depth)
         # step
         row = (leaf * len(self.tree) + self.tree).flatten()
-        env.load(self.flat_states, row, look=False, same_chance=True)  # in a tree chance, too, is one scenario
+        env.set_state(self.flat_states, row, look=False, same_chance=True)  # in a tree chance, too, is one scenario
         reward, over = self.step(action.T, self.others_log_probs.flatten(0, 1)[row])
         earned = earned + args.gamma**level * reward
         self.add_node(level + 1, earned, over)

@@ -22,14 +22,14 @@ class Args(RunArgs):
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
     n_agents: int | None = None  # number of agents, where the environment leaves it open
-    team: str = "self"  # self (all seats learn), scripted (one learner among scripted others), or such as 7qmix1learner
+    team: str = "self"  # self (all seats learn), scripted (one learner, scripted partners), or such as 7qmix1learner
     pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
-    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
-    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
-    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
-    encounter: int = 1  # matches in a row with the same others before new ones are drawn
-    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
-    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
+    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
+    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
+    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents
+    persist_hidden: bool = False  # whether the hidden state outlasts a match, while the partners stay: one long episode
+    oracle: bool = False  # whether observations tell the policies of the other agents, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 2048 on the GPU, 64 or with a team 512 on the CPU)
     total_timesteps: int | None = None  # default: 20 million on the GPU, 1 million or with a team 2 on the CPU
 
@@ -68,7 +68,7 @@ from training.exits import UsageError
 from training.graphs import Graphed
 from training.gru import SharedGRU
 from training.log import Metrics
-from training.oracle import TellWho
+from training.oracle import PartnerOracle
 from training.rollouts import RolloutRunner
 from training.run import Run, set_up_torch
 from training.setup import make_team
@@ -86,7 +86,7 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps encounter hidden_dim learning_rate max_grad_norm num_steps update_epochs "
+        positive="num_envs total_timesteps hidden_dim learning_rate max_grad_norm num_steps update_epochs "
         "num_minibatches clip_coef",
         fractions="gamma teammate_epsilon gae_lambda",
         non_negative="ent_coef",
@@ -367,8 +367,8 @@ if __name__ == "__main__":
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
-    if args.tell_who:
-        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
+    if args.oracle:
+        env, eval_env = PartnerOracle(env, team), PartnerOracle(eval_env, eval_team)
     learner = Learner(args, env, team.learner_seats.shape[1])
     player = Player(learner.agents, team.learner_seats, explore=True)
     runner = RolloutRunner(env, team, player, FIELDS, args.num_steps, args.cudagraphs)

@@ -27,12 +27,12 @@ class Args(RunArgs):
     n_agents: int | None = None  # number of agents, where the environment leaves it open
     team: str = "scripted"  # scripted (one learner among scripted others), self (all learn), or such as 7qmix1liam
     pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
-    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
-    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
-    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
-    encounter: int = 1  # matches in a row with the same others before new ones are drawn
-    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
-    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
+    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
+    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
+    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents
+    persist_hidden: bool = False  # whether the hidden state outlasts a match, while the partners stay: one long episode
+    oracle: bool = False  # whether observations tell the policies of the other agents, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
     total_timesteps: int | None = None  # default: 10 million on the GPU, 1 million or with a team 2 on the CPU
 
@@ -74,7 +74,7 @@ from training.graphs import Graphed, SideStream
 from training.gru import SharedGRU
 from training.log import Metrics
 from training.metrics import accuracy, masked_mean, usage
-from training.oracle import TellWho
+from training.oracle import PartnerOracle
 from training.run import Run, seed_for, set_up_torch
 from training.setup import make_env
 from training.team import check_team_options, seat_order
@@ -86,7 +86,7 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps buffer_size batch_size encounter hidden_dim reward_scale learning_rate "
+        positive="num_envs total_timesteps buffer_size batch_size hidden_dim reward_scale learning_rate "
         "max_grad_norm latent_dim model_learning_rate",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction",
         non_negative="train_frequency target_interval",
@@ -99,12 +99,12 @@ def check_args(args):
 
 def make_team(args, env, purpose):
     if env.n_agents == 1:
-        raise UsageError("--n-agents 1: there is nobody to model")
+        raise UsageError("--n-agents is at least 2: there is no other agent to model")
     return setup.make_team(args, env, purpose, learners=("liam", "learner"))
 
 
 # ALGO LOGIC: networks
-class Agents(nn.Module):
+class QNetwork(nn.Module):
     """The Q-network: Linear, GRU, Linear on observation, own last action, seat and what the opponent model infers."""
 
     def __init__(self, args, env):
@@ -296,7 +296,7 @@ class Learner:
         self.args, self.env = args, env
         self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
-        self.agents = Agents(args, env)
+        self.agents = QNetwork(args, env)
         self.target_agents = copy.deepcopy(self.agents).to(env.device)  # cuDNN wants contiguous weights
         self.model = OpponentModel(args, env)
         self.parameters = list(self.agents.parameters())
@@ -426,8 +426,8 @@ if __name__ == "__main__":
     eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
-    if args.tell_who:
-        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
+    if args.oracle:
+        env, eval_env = PartnerOracle(env, team), PartnerOracle(eval_env, eval_team)
     learner = Learner(args, env)
     player = Player(learner, learner.agents, team.learner_seats)
     eval_player = Player(learner, learner.target_agents, eval_team.learner_seats)

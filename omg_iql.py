@@ -27,12 +27,12 @@ class Args(RunArgs):
     n_agents: int | None = None  # number of agents, where the environment leaves it open
     team: str = "scripted"  # scripted (one learner among scripted others), self (all learn), or such as 7qmix1omg
     pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
-    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
-    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
-    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
-    encounter: int = 1  # matches in a row with the same others before new ones are drawn
-    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
-    tell_who: bool = False  # whether observations say which policies the others have: an oracle, to measure headroom
+    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
+    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
+    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents
+    persist_hidden: bool = False  # whether the hidden state outlasts a match, while the partners stay: one long episode
+    oracle: bool = False  # whether observations tell the policies of the other agents, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
     total_timesteps: int | None = None  # default: 10 million on the GPU, 1 million or with a team 2 on the CPU
 
@@ -93,7 +93,7 @@ from training.graphs import Graphed, SideStream
 from training.gru import SharedGRU
 from training.log import Metrics, Progress
 from training.metrics import code_metrics, last_alive_row, masked_mean, place_metrics, probes, usage
-from training.oracle import TellWho
+from training.oracle import PartnerOracle
 from training.run import Run, seed_for, set_up_torch
 from training.setup import make_env
 from training.team import check_team_options, seat_order
@@ -112,7 +112,7 @@ def check_args(args):
     """Rejects invalid values, and fills in the defaults that depend on the device and the team."""
     check_ranges(
         args,
-        positive="num_envs total_timesteps buffer_size batch_size encounter hidden_dim reward_scale learning_rate "
+        positive="num_envs total_timesteps buffer_size batch_size hidden_dim reward_scale learning_rate "
         "max_grad_norm model_learning_rate pretrain_timesteps pretrain_updates latent_dim horizon",
         fractions="gamma td_lambda tau teammate_epsilon start_e end_e exploration_fraction kl_weight vae_kl_weight "
         "mix_start mix_fraction",
@@ -132,14 +132,14 @@ def check_args(args):
     args.freeze()
 
 
-def make_team(args, env, purpose, stand_in=False):
+def make_team(args, env, purpose, teammates_everywhere=False):
     if env.n_agents == 1:
-        raise UsageError("--n-agents 1: there is nobody to model")
-    return setup.make_team(args, env, purpose, learners=("omg", "iql_omg", "learner"), stand_in=stand_in)
+        raise UsageError("--n-agents is at least 2: there is no other agent to model")
+    return setup.make_team(args, env, purpose, ("omg", "iql_omg", "learner"), teammates_everywhere)
 
 
 # ALGO LOGIC: networks
-class Agents(nn.Module):
+class QNetwork(nn.Module):
     """The Q-network: Linear, GRU, Linear on observation, own last action, seat and what the opponent model infers."""
 
     def __init__(self, args, env):
@@ -443,7 +443,7 @@ class Learner:
         self.args, self.env = args, env
         self.reward_scale = args.reward_scale or 5 / env.return_scale
         self.updates = 0
-        self.agents = Agents(args, env)
+        self.agents = QNetwork(args, env)
         self.target_agents = copy.deepcopy(self.agents).to(env.device)  # cuDNN wants contiguous weights
         self.model = OpponentModel(args, env)
         self.target_model = copy.deepcopy(self.model).to(env.device).requires_grad_(False)
@@ -713,7 +713,7 @@ class Pretraining:
             self.runner.load_state_dict(matches)
         self.rng, self.start = state["rng"], state["start"]
         checkpoints.check_rng_states(self.rng, self.start["rng"])
-        self.progress = {name: checkpoints.number(state, name, type(old)) for name, old in self.progress.items()}
+        self.progress = {name: checkpoints.check_count(state, name, type(old)) for name, old in self.progress.items()}
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             checkpoints.load_optimizer(optimizer, saved)
 
@@ -783,8 +783,8 @@ if __name__ == "__main__":
     team = make_team(args, env, "training")
     eval_team = make_team(args, eval_env, "evaluation")
     plain_env = env
-    if args.tell_who:
-        env, eval_env = TellWho(env, team), TellWho(eval_env, eval_team)
+    if args.oracle:
+        env, eval_env = PartnerOracle(env, team), PartnerOracle(eval_env, eval_team)
     learner = Learner(args, env)
     state_field = ["state"] * (args.subgoal_input == "state")
     fields = [*FIELDS, "terminated", *state_field, *["mean", "log_variance"] * (args.mix == "kl-target")]
@@ -797,10 +797,10 @@ if __name__ == "__main__":
         load_vae(args, env, learner.model)
     state = {"buffer": SavedBuffer(buffer, args.save_buffer), "runner": runner, "eval_runner": eval_runner}
     if not (args.init or args.vae):
-        stand_ins = make_team(args, plain_env, "pre-training", stand_in=True)
-        watched = TellWho(plain_env, stand_ins) if args.tell_who else env
+        pretraining_team = make_team(args, plain_env, "pre-training", teammates_everywhere=True)
+        watched = PartnerOracle(plain_env, pretraining_team) if args.oracle else env
         pretrain_fields = [*PRETRAIN_FIELDS, *state_field]
-        pretrain_runner = EpisodeRunner(watched, stand_ins, RandomPlayer(), pretrain_fields, args.cudagraphs)
+        pretrain_runner = EpisodeRunner(watched, pretraining_team, RandomPlayer(), pretrain_fields, args.cudagraphs)
         state["pretraining"] = pretraining = Pretraining(args, learner.model, pretrain_runner)
 
     with Run(args, __file__, STARTED, env, learner, state, rows_before=2 * args.pretrain_updates) as run:

@@ -25,11 +25,11 @@ class Args(CommandArgs):
     n_agents: int | None = None  # number of agents, where the environment leaves it open
     team: str = "scripted"  # scripted (one learner among scripted others), or such as 7qmix1omg
     pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
-    seat: str = "rotate"  # the learner's seat among others: rotate, random or a number
-    mix_teammates: bool = False  # whether each other seat draws its own policy, or one is drawn for a whole match
-    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of the others, or a range of it
-    encounter: int = 1  # matches in a row with the same others before new ones are drawn
-    keep_memory: bool = False  # whether the learner remembers the matches of an encounter, which are one episode then
+    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
+    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
+    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents
+    persist_hidden: bool = False  # whether the hidden state outlasts a match, while the partners stay: one long episode
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 512 on the CPU)
 
     pretrain_timesteps: int | None = None  # steps to collect (default: 2 million on the GPU, 100,000 on the CPU)
@@ -61,7 +61,7 @@ from training.run import make_folder, set_up_torch, versions, write_json
 if __name__ == "__main__":
     args = from_command_line(Args, paper=PAPER)
     exit_on_signals()
-    positive = "num_envs encounter pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
+    positive = "num_envs pretrain_timesteps pretrain_updates batch_size model_learning_rate latent_dim"
     check_ranges(args, positive, "", "kl_weight vae_kl_weight teammate_epsilon")
     resolve_device(args)
     num_envs = 8 if not envs.is_simulated(args.env_id) else 1024 if args.cuda else 512
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     except ValueError as error:
         raise UsageError(error) from None
     env = script.make_env(args, args.num_envs, set_up_torch(args), "pre-training")
-    team = script.make_team(args, env, "pre-training", stand_in=True)
+    team = script.make_team(args, env, "pre-training", teammates_everywhere=True)
     if (team.policy_id < 0).any():
         raise UsageError(f"--team {args.team} has no others to watch; omg_iql.py pre-trains by itself")
     model = script.OpponentModel(args, env)

@@ -363,7 +363,7 @@ def originals():
     for name, script, limit in made:
         options = {**TINY, "time_limit": limit, "env_id": "3m", "run_root": f"made_{name}"}
         options = {key: value for key, value in options.items() if value is not None}
-        result = run_script(script, words_of(options, module_of(script).Args), 600.0)
+        result = run_script(script, to_argv(options, module_of(script).Args), 600.0)
         assert result[0] == "done", result
         folders[name] = next(Path(f"made_{name}").iterdir()).rename(name)
     args = omg_iql.Args(env_id="3m", latent_dim=4)
@@ -425,11 +425,11 @@ def read_by(rng, name, folder):
     if kind == 1:
         return "Team", lambda: Team(env, "2other1learner", pool=[str(folder)])
     if kind == 2:
-        return "--init", lambda: run_script("iql", ["--init", str(folder), *words_of(TINY, iql.Args)])
+        return "--init", lambda: run_script("iql", ["--init", str(folder), *to_argv(TINY, iql.Args)])
     return "--resume", lambda: run_script(script, ["--resume", str(folder)])
 
 
-def words_of(options, args_class):
+def to_argv(options, args_class):
     known = {field.name for field in dataclasses.fields(args_class)}
     return [word for name, value in options.items() if name in known for word in (flag(name), str(value))]
 

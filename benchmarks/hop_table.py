@@ -52,8 +52,8 @@ class Args:
     rollout_steps: tuple[int, ...] = (0, 8)  # steps of rollouts in tests, each setting with the same networks
     responses: tuple[str, ...] = ("ippo", "iql")  # scripts that learn to respond to the co-players
     options: str = ""  # further options of hop.py, in quotes
-    episodes: int = 64  # encounters with each kind of co-players
-    encounter: int = 10  # matches of an encounter
+    episodes: int = 64  # partners of each kind of co-players
+    matches_per_partner: int = 10  # matches with the same partners
     run_root: Path = Path("runs/hop_table")  # of runs and tests; complete ones of the same commands are used again
     speed: bool = False  # only measure how many decisions a second are searched
     planners: int = 1024  # decisions searched at a time, with --speed
@@ -144,12 +144,12 @@ def with_rollouts(args, folder, steps):
     return copy
 
 
-def returns(args, egos, other, episodes, encounter, name):
+def returns(args, egos, other, episodes, matches, name):
     """(ego, other) -> mean return among co-players of one kind, as it is evaluated; a test of before is used again"""
     folder = name.replace(" ", "_")
     command = [sys.executable, "-m", "experiments.evaluate", "--ego", *egos, "--others", other]
     command += ["--groups", "homologue", "--env-id", args.env_id]
-    command += ["--episodes", str(episodes), "--encounter", str(encounter)]
+    command += ["--episodes", str(episodes), "--matches-per-partner", str(matches)]
     command += ["--out", str(args.run_root / folder), *["--cuda"] * args.cuda]
     results, made_by = args.run_root / folder / "results.json", args.run_root / f"{folder}.json"
     if not (results.exists() and made_by.exists() and json.loads(made_by.read_text()) == command):
@@ -191,7 +191,7 @@ def main(args):
 
     planners = [name for name in folders if name.split()[0] in METHODS]
     adapting = ("--total-timesteps", str(args.adapt), "--num-envs", "16", "--batch-size", "256", *search)
-    adapting += ("--encounter", str(args.encounter))
+    adapting += ("--matches-per-partner", str(args.matches_per_partner))
     jobs = {}
     for name, other in columns.items():
         for planner in planners:
@@ -211,7 +211,7 @@ def main(args):
                     run = f"{planner} adapted to {name}" if adapted else planner
                     ego = tested[run, steps] = str(with_rollouts(args, folders[run], steps))
                     label = f"test {planner} {name} {steps}{' adapted' if adapted else ''}"
-                    tests.append(([ego], other, args.episodes, args.encounter, label))
+                    tests.append(([ego], other, args.episodes, args.matches_per_partner, label))
     found = {}
     with ThreadPoolExecutor(args.jobs) as pool:
         for part in pool.map(lambda test: returns(args, *test), tests):
@@ -241,7 +241,7 @@ def main(args):
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    positive = "seeds jobs timesteps adapt learned_timesteps trees episodes encounter planners"
+    positive = "seeds jobs timesteps adapt learned_timesteps trees episodes matches_per_partner planners"
     check_ranges(args, positive=positive, non_negative="sims train_sims rollout_steps")
     if args.speed:
         for steps in args.rollout_steps:

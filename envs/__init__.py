@@ -75,11 +75,11 @@ def is_simulated(env_id):
     return not env_id.startswith(("sc2/", "pettingzoo:"))
 
 
-def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, **options):
+def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, matches_per_episode=1, **options):
     """A batch of `num_envs` matches of one environment; the options are those of its class.
 
     They may also be part of the id, as in "coin_game,size=5,rules=lola", which is how a script's --env-id has them.
-    With `encounters` an episode is as many matches in a row; info["encounter"] (num_envs,) tells which one it is.
+    With `matches_per_episode` an episode is as many matches in a row; info["match_index"] (num_envs,) counts them.
     """
     name, given = parse_id(env_id)
     kind = _kind(name)
@@ -95,11 +95,11 @@ def make(env_id, num_envs=1, device="cpu", seed=0, n_agents=None, encounters=1, 
     for key in options:
         if key not in allowed and kind.passed_on is not None:
             raise ValueError(f"{name} has no option {key!r}: one of {', '.join(allowed)}")
-    check_whole_number("encounters", encounters, 1, 10_000)
-    if encounters > 1 and not kind.simulated:
-        raise ValueError(f"{env_id} is played match by match: encounters is 1, not {encounters}")
+    check_whole_number("matches_per_episode", matches_per_episode, 1, 10_000)
+    if matches_per_episode > 1 and not kind.simulated:
+        raise ValueError(f"{env_id} is played match by match: matches_per_episode is 1, not {matches_per_episode}")
     device = _device(device, kind)
-    batch = kind(name, num_envs, n_agents, device=device, seed=seed, encounters=encounters, **options)
+    batch = kind(name, num_envs, n_agents, device=device, seed=seed, matches_per_episode=matches_per_episode, **options)
     batch.name = env_id
     if n_agents not in (None, batch.n_agents):
         raise ValueError(f"{env_id} is played by {batch.n_agents} agents, not {n_agents!r}")

@@ -1,9 +1,9 @@
 """What every environment shows to the outside: a batch of matches with Gymnasium's words and torch tensors.
 
 An environment hands over its sizes and simulation arrays, sets `_run` and `_act`, its programs (see envs/compiler.py),
-and has a `scene(index)`: one match in plain words and numbers, which envs/pictures draws. A small one has `play` make
-the programs of four functions of one match: `reset_one`, `step_one`, `observe_one` and `act_one` (docs/environments.md
-has an example).
+and has a `scene(index)`: one match in plain words and numbers, which envs/pictures draws. A small one has
+`compile_rules` make the programs of four functions of one match: `reset_one`, `step_one`, `observe_one` and `act_one`
+(docs/environments.md has an example).
 """
 
 import functools
@@ -25,13 +25,13 @@ from envs.pictures import render
 MATCH = ("key", "episode", "step", "stage")
 KEY, EPISODE, STEP, STAGE = range(len(MATCH))  # the fields of a match: match[m, field]
 RUNNING, OVER, FROZEN = range(3)  # stages; the step after OVER freezes the match
-PLAY, RESTART, LOOK = range(3)  # what a batch can be told to do
+PLAY, RESTART, OBSERVE = range(3)  # what a batch can be told to do
 OUTPUTS = ("obs", "state", "avail", "alive", "reward", "terminated", "truncated", "won")
 FINAL = ("final_obs", "final_state", "final_avail")
-HANDS = ("actions", "mask", "policy", "scripted")  # what comes in, and what the scripted policies say
-TENSORS = ("match", "encounter", *OUTPUTS, *FINAL, *HANDS)  # what the game of every batch has
-# Numbers that every life cycle goes by. idle: the action of a match that is over; encounters: matches of an episode.
-RULE = ("agents", "actions", "obs_dim", "state_dim", "limit", "autoreset", "idle", "encounters")
+INPUTS = ("actions", "mask", "policy", "scripted")  # what comes in, and what the scripted policies say
+TENSORS = ("match", "match_index", *OUTPUTS, *FINAL, *INPUTS)  # what the game of every batch has
+# Numbers that every life cycle goes by. idle: the action of a match that is over.
+RULE = ("agents", "actions", "obs_dim", "state_dim", "limit", "autoreset", "idle", "matches_per_episode")
 
 
 # ---- the life cycle of a match, for CPU and CUDA: templates, whose last free names `life_cycle` binds ----
@@ -52,7 +52,7 @@ def _advance(op, m, row, lane, lanes, g, game):
             over = terminated or truncated
             if over:
                 match[row, STAGE] = OVER
-            if over and game.encounter[m] + 1 < rule.encounters:  # the episode goes on with the next match
+            if over and game.match_index[m] + 1 < rule.matches_per_episode:  # the episode goes on with the next match
                 terminated, truncated = False, False
             game.terminated[m], game.truncated[m], game.won[m] = terminated, truncated, won and over
         if freezing:
@@ -62,14 +62,14 @@ def _advance(op, m, row, lane, lanes, g, game):
             if lane == 0:
                 match[row, STAGE] = FROZEN
         barrier()
-    return playing, playing or freezing or op == LOOK, restarting
+    return playing, playing or freezing or op == OBSERVE, restarting
 
 
 def _restart(playing, restarting, m, row, lane, lanes, g, game):
-    """Sets up the next match if asked to, within an encounter, or by autoreset. Returns whether it did."""
+    """Sets up the next match if asked to, within an episode of several, or by autoreset. Returns whether it did."""
     rule, match = g.rule, g.match
     over = playing and match[row, STAGE] == OVER
-    goes_on = over and game.encounter[m] + 1 < rule.encounters
+    goes_on = over and game.match_index[m] + 1 < rule.matches_per_episode
     finished = over and rule.autoreset == 1 and not goes_on
     restarting = restarting or finished or goes_on
     barrier()
@@ -81,7 +81,7 @@ def _restart(playing, restarting, m, row, lane, lanes, g, game):
         if lane == 0:
             game.terminated[m], game.truncated[m], game.won[m] = False, False, False
     if restarting and lane == 0:
-        game.encounter[m] = game.encounter[m] + 1 if goes_on else 0
+        game.match_index[m] = game.match_index[m] + 1 if goes_on else 0
         match[row, EPISODE] += 1
         match[row, STEP], match[row, STAGE] = 0, RUNNING
     barrier()
@@ -211,7 +211,7 @@ def _scripted(op, m, lane, lanes, rule, game):
 
 @functools.cache
 def _programs(*functions):
-    """What `play` runs: the program of the life cycle and that of the scripted policies."""
+    """What `compile_rules` runs: the program of the life cycle and that of the scripted policies."""
     where = functions[0].__module__.replace(".", "_")
     names = {function.__name__: function for function in functions}
     templates = (_step_match, _freeze_match, _reset_match, _observe_match)
@@ -319,7 +319,7 @@ class Batch:
         *,
         device="cpu",
         seed=0,
-        encounters=1,
+        matches_per_episode=1,
         autoreset=False,
         agent_state=False,
         check=None,
@@ -331,8 +331,8 @@ class Batch:
         self.n_agents, self.autoreset, self._started = len(agents), bool(autoreset), False
         self._seed = whole_seed(seed)
         self.n_actions, self.obs_dim, self.state_dim, self.match_limit = sizes
-        self.encounters = encounters  # matches in a row with the same others, which are one episode
-        self.episode_limit = self.match_limit * encounters
+        self.matches_per_episode = matches_per_episode  # matches in a row with the same others, which are one episode
+        self.episode_limit = self.match_limit * matches_per_episode
         self.check = num_envs <= 64 and self.device.type == "cpu" if check is None else bool(check)
         modes = gymnasium.vector.AutoresetMode
         self.metadata = {
@@ -356,7 +356,7 @@ class Batch:
         number, yes, integer, matches, agents = torch.float32, torch.bool, torch.int64, num_envs, self.n_agents
         self._simulation = {name: blank(dtype, *shape) for name, (dtype, shape) in simulation.items()}
         self._simulation["match"] = blank(integer, matches, 4)
-        self._simulation["encounter"] = blank(integer, matches)
+        self._simulation["match_index"] = blank(integer, matches)
         kept = matches if autoreset else 0
         self._outputs = {
             "obs": blank(number, matches, agents, self.obs_dim),
@@ -378,7 +378,7 @@ class Batch:
             key: self._outputs[key] for key in ("state", "avail", "alive", "won", *(FINAL if autoreset else ()))
         }
         self._info["invalid"] = blank(yes, matches)
-        self._info["encounter"] = self._simulation["encounter"]
+        self._info["match_index"] = self._simulation["match_index"]
         if agent_state:
             self._info["agent_state"] = blank(number, matches, agents, self.agent_state_dim)
 
@@ -398,9 +398,9 @@ class Batch:
     def _rule_numbers(self, idle):
         """The numbers of RULE, by name."""
         sizes = (self.n_agents, self.n_actions, self.obs_dim, self.state_dim)
-        return dict(zip(RULE, (*sizes, self.match_limit, int(self.autoreset), idle, self.encounters)))
+        return dict(zip(RULE, (*sizes, self.match_limit, int(self.autoreset), idle, self.matches_per_episode)))
 
-    def play(self, functions, game_type, rule_type, idle, tensors=None, lanes=16, **numbers):
+    def compile_rules(self, functions, game_type, rule_type, idle, tensors=None, lanes=16, **numbers):
         """Plays by `functions`: reset_one, step_one, observe_one, act_one.
 
         `game_type`, a named tuple, has the arrays that they work on: TENSORS, those of the simulation and `tensors`.
@@ -413,7 +413,7 @@ class Batch:
             check_number(name, value, -MOST, MOST)
         rule = rule_type(**numbers)
         self._run, self._act = (
-            compiler.Runner(program, rule, game, self.device, lanes) for program in _programs(*functions)
+            compiler.CompiledRules(program, rule, game, self.device, lanes) for program in _programs(*functions)
         )
 
     @property
@@ -444,7 +444,7 @@ class Batch:
     @property
     def leaving_ends(self):
         """Whether an agent that leaves has ended its own episode: with rewards of its own, in the only match."""
-        return not self.team_reward and self.encounters == 1
+        return not self.team_reward and self.matches_per_episode == 1
 
     @property
     def steps(self):
@@ -468,7 +468,7 @@ class Batch:
         if seed is not None:
             self._seed_matches(seed, None if not self._started else self._mask)
         if not self._started and mask is not None:
-            self._run(LOOK)  # the matches left out wait, frozen
+            self._run(OBSERVE)  # the matches left out wait, frozen
         self._started = True
         self._run(RESTART)
         return self._shown()
@@ -547,7 +547,7 @@ class Batch:
         self._refuse_snapshot(snapshot)
         before = self.snapshot()
         self._put(snapshot)
-        self._run(LOOK)  # what is seen follows from the simulation
+        self._run(OBSERVE)  # what is seen follows from the simulation
         for key in ("avail", "alive"):
             wrong = snapshot[key].to(self.device) & ~self._outputs[key]
             if wrong.any():
@@ -587,12 +587,12 @@ class Batch:
         if "action" in values:
             values["action"].copy_(becomes[way, values["action"]])
 
-    def fork(self, num_envs):
-        """Another batch of such matches, without autoreset and encounters, for `load`: to look ahead in single ones."""
+    def make_copy(self, num_envs):
+        """Another batch of such matches, single ones without autoreset, for `set_state`: to look ahead in them."""
         if not self.simulated:
             raise ValueError(f"{self.name}: matches of the real game cannot be copied")
         name, arguments, options = self._made_with
-        options = {**options, "autoreset": False, "encounters": 1, "check": False}
+        options = {**options, "autoreset": False, "matches_per_episode": 1, "check": False}
         batch = type(self)(name, num_envs, *arguments, **options)
         batch.name = self.name
         return batch
@@ -602,7 +602,7 @@ class Batch:
         state = {name: tensor.movedim(self.match_axis.get(name, 0), 0) for name, tensor in self._simulation.items()}
         return state | {name: self._outputs[name] for name in ("avail", "alive")}
 
-    def load(self, state, rows, look=True, same_chance=False):
+    def set_state(self, state, rows, look=True, same_chance=False):
         """Copies matches `rows` (num_envs,) of such a `state` into this batch, on the device and without a check.
 
         Every copy goes on with a random stream of its own; with same_chance=True with that of the match, whose future
@@ -612,7 +612,7 @@ class Batch:
             torch.index_select(state[name], 0, rows, out=tensor)
         self._started = True
         if look:
-            self._run(LOOK)
+            self._run(OBSERVE)
         if not same_chance:
             self._draw_anew()
 
@@ -634,7 +634,7 @@ class Batch:
         if not isinstance(snapshot, dict):
             raise ValueError(f"a snapshot is a dictionary of tensors, not {type(snapshot).__name__}")
         match = torch.tensor([[0, -1, 0, RUNNING], [(1 << 63) - 1, 1 << 62, self.match_limit, FROZEN]])
-        ours = {"match": match, "encounter": (0, self.encounters - 1)}
+        ours = {"match": match, "match_index": (0, self.matches_per_episode - 1)}
         for key, like in {**self._simulation, **self._outputs}.items():
             tensor, wanted = snapshot.get(key), f"{like.dtype} {tuple(like.shape)}"
             if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:

@@ -245,7 +245,7 @@ class CoinGame(Batch):
         sizes = len(self.actions_named), numbers + len(self.actions_named) * obs_last_action, numbers + 1, limit
         super().__init__(name, num_envs, ["player_0", "player_1"], sizes, simulation, **common)
         self._tables = {"payoff": payoff.to(self.device)}
-        self.play(
+        self.compile_rules(
             (reset_one, step_one, observe_one, act_one), Game, Rule, self.n_actions - 1, self._tables, lanes=8,
             size=size, lola=int(rules == "lola"), patience=patience, obs_last_action=int(obs_last_action),
         )  # fmt: skip

@@ -613,7 +613,7 @@ def _start_threads():
     torch.set_num_threads(threads)
 
 
-class Runner:
+class CompiledRules:
     """Runs a program over a batch: `runner(op)`. On CUDA it launches on torch's current stream."""
 
     def __init__(self, run_one, rule, game, device, lanes, staged=None):

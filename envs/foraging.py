@@ -15,7 +15,7 @@ from envs import batch
 from envs.batch import (
     EPISODE,
     KEY,
-    LOOK,
+    OBSERVE,
     RULE,
     RUNNING,
     STAGE,
@@ -529,7 +529,7 @@ class Foraging(Batch):
         )  # fmt: skip
         self._set_spaces(highest, max_player_level, shown_actions)
         room = {key: torch.zeros((num_envs, agents), dtype=whole, device=self.device) for key in ("to_row", "to_col")}
-        self.play(
+        self.compile_rules(
             (reset_one, step_one, observe_one, act_one), Forage, Rule, NONE, room, LANES,
             foods=foods, rows=rows, cols=cols, sight=sight, coop=int(coop), max_level=max_player_level,
             max_food=int(lowest), penalty=np.float32(penalty), prosocial=int(prosocial),
@@ -575,7 +575,7 @@ class Foraging(Batch):
                 simulation[key].copy_(values)
             simulation["spawned"].copy_(food.sum(1))
             simulation["tries"].zero_()
-        self._run(LOOK)
+        self._run(OBSERVE)
         return self._shown()
 
     def _fitting(self, name, values, like, least, most):

@@ -259,7 +259,7 @@ class Kuhn(Batch):
         strategy = torch.tensor(list(FIXED.values()), dtype=torch.float64)
         tables = {"strategy": strategy, "likely": strategy.clamp(DOUBT, 1 - DOUBT)}
         self._tables = {key: tensor.to(self.device) for key, tensor in tables.items()}
-        self.play((reset_one, step_one, observe_one, act_one), Game, Rule, WAIT, self._tables, lanes=8)
+        self.compile_rules((reset_one, step_one, observe_one, act_one), Game, Rule, WAIT, self._tables, lanes=8)
 
     def scene(self, index=0):
         """What a picture of one match shows: a row for each player, with card and actions."""

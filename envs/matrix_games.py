@@ -153,7 +153,7 @@ class MatrixGame(Batch):
         super().__init__(name, num_envs, ["player_0", "player_1"], (2, 5, 6, limit), simulation, **common)
         tables = {"payoff": payoff, "strategy": torch.tensor(list(MEMORY_ONE.values()), dtype=number)}
         self._tables = {key: tensor.to(self.device) for key, tensor in tables.items()}
-        self.play((reset_one, step_one, observe_one, act_one), Game, Rule, FIRST, self._tables, lanes=2)
+        self.compile_rules((reset_one, step_one, observe_one, act_one), Game, Rule, FIRST, self._tables, lanes=2)
 
     def scene(self, index=0):
         """What a picture of one match shows: the table, and beside it the row and the column chosen last."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from envs import batch
-from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, observe_last_action
+from envs.batch import EPISODE, KEY, OBSERVE, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, observe_last_action
 from envs.compiler import draw, scalar, uniform
 
 NONE, LEFT, RIGHT, DOWN, UP = range(5)
@@ -497,7 +497,7 @@ class PredatorPrey(Batch):
              "alarmed": (whole, (num_envs, agents))}, **common,
         )  # fmt: skip
         self._room = {"force": torch.zeros((num_envs, agents, 2), dtype=real, device=self.device)}
-        self.play(
+        self.compile_rules(
             (reset_one, step_one, observe_one, act_one), Tag, Rule, NONE, self._room, lanes=4,
             predators=predators, prey=prey, obstacles=obstacles, velocity_first=int(velocity_first),
             hidden=int(hidden), predator_radius=0.07 if hidden else 0.075, prey_radius=0.07 if hidden else 0.05,
@@ -528,7 +528,7 @@ class PredatorPrey(Batch):
                 given[name] = values
         for name, values in given.items():
             targets[name][1].copy_(values)
-        self._run(LOOK)
+        self._run(OBSERVE)
         return self._shown()
 
     def units(self):

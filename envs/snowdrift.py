@@ -207,7 +207,7 @@ class Snowdrift(Batch):
         names = [f"player_{a}" for a in range(agents)]
         sizes = len(ACTIONS), numbers + (agents - 1) * len(ACTIONS) * obs_last_action, numbers + 1, limit
         super().__init__(name, num_envs, names, sizes, simulation, **common)
-        self.play(
+        self.compile_rules(
             (reset_one, step_one, observe_one, act_one), Game, Rule, STAY,
             size=size, drifts=drifts, gain=np.float32(gain), cost=np.float32(cost),
             obs_last_action=int(obs_last_action),

@@ -11,7 +11,7 @@ from numbers import Real
 import numpy as np
 import torch
 
-from envs.batch import EPISODE, KEY, LOOK, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, available_action, check_flag
+from envs.batch import EPISODE, KEY, OBSERVE, RULE, RUNNING, STAGE, STEP, TENSORS, Batch, available_action, check_flag
 from envs.compiler import draw, pick_bit, scalar
 
 UP, DOWN, LEFT, RIGHT, STAY, HUNT_STAG, HUNT_HARE = range(7)
@@ -421,7 +421,7 @@ class StagHunt(Batch):
             "strength": torch.tensor(strengths, dtype=torch.float32),
         }
         self._room = {key: tensor.to(self.device) for key, tensor in room.items()}
-        self.play(
+        self.compile_rules(
             (reset_one, step_one, observe_one, act_one), Hunt, Rule, STAY, self._room,
             stags=stags, prey=stags + hares, height=height, width=width, pieces=pieces, prosocial=int(prosocial),
             radius=-1 if view_radius is None else view_radius,
@@ -448,7 +448,7 @@ class StagHunt(Batch):
                 given[name] = self._grid_values(name, values, place)
         for name, values in given.items():
             places[name][1].copy_(values)
-        self._run(LOOK)
+        self._run(OBSERVE)
         return self._shown()
 
     def _grid_values(self, name, values, place):

@@ -27,7 +27,7 @@ LARGEST = 64 * 2**20  # bytes of a file that comes back from a node
 
 
 # ---- a process ----
-class Process:
+class ScriptProcess:
     """A running script; its output goes to a file. When whoever holds it is gone, its input ends, and it stops.
 
     `project` is the folder of the packages that it imports.
@@ -95,7 +95,7 @@ class OnRay:
         for name in (__name__, "training.files"):
             ray.cloudpickle.register_pickle_by_value(sys.modules[name])  # nodes do not have them
         demand = {"num_cpus": 0, "num_gpus": 1 / args.runs_per_gpu} if args.cuda else {"num_cpus": 1}
-        self.runner = ray.remote(**demand, scheduling_strategy="SPREAD")(Runner)
+        self.runner = ray.remote(**demand, scheduling_strategy="SPREAD")(NodeRunner)
         self.code = {
             path.relative_to(PROJECT).as_posix(): path.read_bytes()
             for pattern in ("*.py", *(f"{package}/**/*.{kind}" for package in PACKAGES for kind in ("py", "html")))
@@ -170,7 +170,7 @@ class RemoteProcess:
         return self.last_line
 
 
-class Runner:
+class NodeRunner:
     """A script at work on this node of a cluster, in a folder of its own."""
 
     def __init__(self, code, files, script, options):
@@ -179,7 +179,7 @@ class Runner:
         put_files(files, self.folder)
         self.sent = self.versions()
         threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-        self.process = Process(self.home / script, options, self.folder, self.folder / "log", threads, self.home)
+        self.process = ScriptProcess(self.home / script, options, self.folder, self.folder / "log", threads, self.home)
 
     def versions(self, pattern="*"):
         found = {}
@@ -277,7 +277,7 @@ def put_files(files, folder):
     """{name: content, or None to remove it}. A checkpoint comes after what belongs to it, and results at the end."""
     order = ("checkpoint.pt", "results.json")
     for name in files:
-        if leads_outside(name):
+        if escapes_folder(name):
             raise ValueError(f"{name} is not in the folder")
     written = {name: content for name, content in files.items() if content is not None}
     for name in sorted(written, key=lambda name: order.index(Path(name).name) if Path(name).name in order else -1):
@@ -288,6 +288,6 @@ def put_files(files, folder):
         (Path(folder) / name).unlink(missing_ok=True)
 
 
-def leads_outside(name):
+def escapes_folder(name):
     """Whether a name of a file in a folder is none, here or on another system."""
     return not name or bool(re.search(r"^[/\\]|:|(^|[/\\])\.\.([/\\]|$)", name))

@@ -26,7 +26,7 @@ from experiments.results import (
     crossed_difference,
     crossed_interval,
     curves,
-    far_apart,
+    has_headroom,
     interval,
     markdown,
     normalise,
@@ -47,12 +47,12 @@ METHODS = {
     "OMG": ("omg_iql",),
     "OMG, no subgoals": ("omg_iql", "--inference-weight", "0", "--q-subgoal", "inferred"),  # networks and inputs alone
     OURS: ("belief_iql",),
-    ORACLE: ("iql", "--tell-who"),
+    ORACLE: ("iql", "--oracle"),
 }  # another method is another line: a script and its options
 LABELS = {OURS: "who the others are, while it learns", ORACLE: "who the others are, always"}  # what these are told
 MEMORY_KEPT = ", memory kept"
 WITH_MEMORY = {
-    f"{name}{MEMORY_KEPT}": (*METHODS[name], "--keep-memory")
+    f"{name}{MEMORY_KEPT}": (*METHODS[name], "--persist-hidden")
     for name in (BASE, "LIAM", "naive OM", "MIX", "OMG, no subgoals")
 }  # one long episode
 WITH_ERRORS = {
@@ -106,7 +106,7 @@ def stages_of(args):
 
 def methods_of(stage):
     """The methods on a stage, the oracle last."""
-    methods = METHODS | WITH_ERRORS | (WITH_MEMORY if stage.encounter > 1 else {})
+    methods = METHODS | WITH_ERRORS | (WITH_MEMORY if stage.matches_per_partner > 1 else {})
     return {name: methods[name] for name in sorted(methods, key=lambda name: name == ORACLE)}
 
 
@@ -122,13 +122,18 @@ def make_plan(args, name):
     sizes = {"responses": 1, "episodes": 16} if quick else {"responses": 3, "episodes": 1024}
     held_out = strangers.Args(name, args.cuda, quick, args.test_runs, timesteps=steps, **sizes)
     held_out = strangers.make_plan(held_out)
-    team = ("--team", f"{envs.make(stage.env_id).n_agents - 1}other1learner", "--encounter", str(stage.encounter))
+    team = (
+        "--team",
+        f"{envs.make(stage.env_id).n_agents - 1}other1learner",
+        "--matches-per-partner",
+        str(stage.matches_per_partner),
+    )
     few = ("--num-envs", "16", "--eval-interval", "3000", "--eval-episodes", "16", "--final-eval-episodes", "16")
     many = ("--eval-episodes", "256", "--final-eval-episodes", "4096")
     common = (*device, "--total-timesteps", str(steps), *(few if quick else many), *team, "--pool", *held_out.pool)
 
     def evaluation(egos, others, label):
-        words = ("--ego", *egos, "--others", *others, "--encounter", str(stage.encounter))
+        words = ("--ego", *egos, "--others", *others, "--matches-per-partner", str(stage.matches_per_partner))
         words += ("--groups", "homologue", "--episodes", str(args.episodes), *device)
         return Evaluation(EVALUATE, stage.env_id, 1, words, label)
 
@@ -179,7 +184,7 @@ def results_of(args, plan, root):
     for method, job in plan.known.items():
         seen[method] = [row[held_out["measure"]] for row in rows_of(job, root, whole=True)]
     headroom, ends = difference(seen[ORACLE], seen[BASE])
-    exists = far_apart(key, np.mean(seen[BASE]), np.mean(seen[ORACLE])) and (args.seeds == 1 or ends[0] > 0)
+    exists = has_headroom(key, np.mean(seen[BASE]), np.mean(seen[ORACLE])) and (args.seeds == 1 or ends[0] > 0)
     rows = {method: rows_of(job, root, whole=False) for method, job in plan.tests.items()}
     held_out["strangers"] = raised(held_out, [row for mine in rows.values() for row in mine])
     bounds = {one["policy"]: (held_out["measure"], one["lower"], one["upper"]) for one in held_out["strangers"]}
@@ -190,7 +195,8 @@ def results_of(args, plan, root):
         raw[method] = table_of(mine, held_out["measure"])
         unseen[method] = table_of(mine, "normalised")
     return {
-        "stage": plan.stage, "env_id": stage.env_id, "encounter": stage.encounter, "measure": key, "seen": seen,
+        "stage": plan.stage, "env_id": stage.env_id, "matches_per_partner": stage.matches_per_partner, "measure": key,
+        "seen": seen,
         "headroom": [headroom, ends], "exists": bool(exists),
         "share": {m: share(values, seen[BASE], seen[ORACLE]) for m, values in seen.items()} if exists else {},
         "ahead": {m: difference(seen[OURS], values) for m, values in seen.items() if m != OURS},
@@ -206,7 +212,7 @@ def results_of(args, plan, root):
 def read_learners(plan, root):
     """method -> the results of its runs, by the match also where an encounter is one episode"""
     found = {method: [read_results(job, root) for job in runs] for method, runs in plan.learners.items()}
-    matches = strangers.STAGES[plan.stage].encounter
+    matches = strangers.STAGES[plan.stage].matches_per_partner
     for run in (run for method, runs in found.items() if method.endswith(MEMORY_KEPT) for run in runs):
         for scores in (run["final"], run["best"], *run["evals"]):
             scores["episodic_return"] /= matches
@@ -243,9 +249,9 @@ def table_of(rows, measure):
 
 
 def match_means(runs):
-    """Returns by the number of a match in its encounter."""
-    encounters = [run.get("encounter") or {} for run in runs]
-    return np.mean([list(one.values()) for one in encounters], 0).tolist() if all(encounters) else []
+    """Returns by the number of a match with the same partners."""
+    by_match = [run.get("encounter") or {} for run in runs]
+    return np.mean([list(one.values()) for one in by_match], 0).tolist() if all(by_match) else []
 
 
 def model_means(metrics):
@@ -255,7 +261,7 @@ def model_means(metrics):
 # ---- the report ----
 def text_of(command, results, seconds):
     """report.md"""
-    most = max((strangers.STAGES[result["stage"]] for result in results), key=lambda stage: stage.encounter)
+    most = max((strangers.STAGES[result["stage"]] for result in results), key=lambda stage: stage.matches_per_partner)
     methods = list(methods_of(most))
 
     def number(result, value, sign=""):
@@ -300,11 +306,11 @@ def text_of(command, results, seconds):
             chance.append(f"{name} ({number(result, random)}; the methods {ends})")
         ahead_unseen.append([name, *(gap(result, OURS, m) for m in rival_names[:-1])])
         gains.append([name, *(gap(result, m, base) for m, base in erring.items())])
-        flat = [s for s in result["strangers"] if not far_apart(result["measure"], s["lower"], s["upper"])]
+        flat = [s for s in result["strangers"] if not has_headroom(result["measure"], s["lower"], s["upper"])]
         left_out += [f"{len(flat)} of {len(result['strangers'])} in {name}"] if flat else []
         higher = [s for s in result["strangers"] if s["upper"] > s["best_response"]]
         reached += [f"{len(higher)} of {len(result['strangers'])} in {name}"] if higher else []
-        if result["encounter"] > 1:
+        if result["matches_per_partner"] > 1:
             ends = [result["matches"].get(m) for m in methods]
             cells = [f"{number(result, v[0])}, {number(result, np.mean(v[1:]))}" if v else "" for v in ends]
             matches.append([name, *cells])
@@ -315,7 +321,7 @@ def text_of(command, results, seconds):
         "# When does it pay to model the others?",
         f"{seeds} seeds of every method; means and 95% intervals (Student's t). The oracle is an IQL whose "
         "observations include the others' policies. Steps of learning, others and matches are the same for all. "
-        "Memory kept: an encounter is one long episode. "
+        "Hidden state kept: all matches with the same partners are one long episode. "
         "Erring others: learned with others whose actions are random with a probability of up to 0.2, drawn for each "
         "match, and tested with others who do not err.",
         "## What differs",
@@ -348,7 +354,7 @@ def text_of(command, results, seconds):
         markdown(["stage", *rival_names[:-1]], ahead_unseen),
         "How much better a method is with strangers for having learned with others who err, in the same scores:",
         markdown(["stage", *erring.values()], gains),
-        *(["## From match to match of an encounter", "Return of the first match, and the mean of the later ones.",
+        *(["## Matches with the same partners", "Return of the first match, and the mean of the later ones.",
            markdown(["stage", *methods], matches)] if matches else []),
         "## The belief in two matches",
         "The board, and the probabilities of the next seat's policies; orange is the true one.",

@@ -30,7 +30,9 @@ class Args:
     team: str | None = None  # the seats, such as 6other2ego (default: one ego, all others other)
     groups: tuple[Literal["homologue", "non-homologue"], ...] | None = None  # teams of one other, mixed ones (or both)
     episodes: int = 1000  # matches of an ego with each other, rounded up to a multiple of the seats
-    encounter: int | None = None  # consecutive matches with the same others (default: 1, with --bounds the stage's)
+    matches_per_partner: int | None = (
+        None  # consecutive matches with the same others (default: 1, with --bounds the stage's)
+    )
     num_envs: int | None = None  # matches at a time at most (default: 8192 on the GPU, 512 on the CPU, sc2/ 8)
     script: tuple[str, ...] = ()  # scripts of your own that runs need and that are not in the project's folder
     env_id: str | None = None  # the environment (default: that of the runs)
@@ -52,7 +54,7 @@ import envs
 from envs.batch import GameFailed
 from experiments import results
 from training import checkpoints, files, play
-from training.args import check_ranges, fill_in, resolve_device, words_of
+from training.args import check_ranges, fill_in, resolve_device, to_argv, use_new_names
 from training.episodes import EpisodeRunner, ScriptedPlayer, load_runner
 from training.exits import Exit, UsageError, exit_on_signals
 from training.run import versions
@@ -84,8 +86,8 @@ def check_args(args, egos):
     """
     if not egos or not args.others:
         raise ValueError("--ego and --others name somebody")
-    fill_in(args, {"encounter": 1})
-    check_ranges(args, positive="episodes encounter num_envs adapt", non_negative="seed")
+    fill_in(args, {"matches_per_partner": 1})
+    check_ranges(args, positive="episodes matches_per_partner num_envs adapt", non_negative="seed")
     known = [saved for saved in (egos if any(egos.values()) else find(args.others)).values() if saved]
     if not known and not args.env_id:
         raise ValueError("there is no run among egos and others: --env-id says what scripted policies are to play")
@@ -125,9 +127,9 @@ def check_args(args, egos):
     return schedule
 
 
-def make_env(args, num_envs, encounters=1):
+def make_env(args, num_envs, matches_per_episode=1):
     device = "cuda" if args.cuda else "cpu"
-    return envs.make(args.env_id, num_envs, device, args.seed, args.n_agents, encounters, check=False)
+    return envs.make(args.env_id, num_envs, device, args.seed, args.n_agents, matches_per_episode, check=False)
 
 
 # ---- who plays with whom ----
@@ -139,8 +141,8 @@ class Schedule(Team):
 
     def __init__(self, env, args):
         self.group = "homologue"
-        encounter = args.encounter // env.encounters
-        super().__init__(env, args.team, ("ego",), args.others, seed=args.seed, encounter=encounter)
+        matches = args.matches_per_partner // env.matches_per_episode
+        super().__init__(env, args.team, ("ego",), args.others, seed=args.seed, matches_per_partner=matches)
         self.seats = sum(count for count, policies in self.groups if policies is self.pool)
         if not self.seats:
             raise ValueError(f"team {args.team!r} has no seat for the others: name one of them other")
@@ -183,8 +185,10 @@ def evaluate(args, ego, saved, others, adapted=0):
     """The rows of an ego: group by group, other by other and all together."""
     total = others * args.episodes  # matches of each group
     rounds = -(-total // args.num_envs)
-    keeps_memory = bool(saved and saved["args"].get("keep_memory"))  # an encounter is one episode then
-    env = make_env(args, -(-total // rounds), args.encounter if keeps_memory else 1)
+    keeps_memory = bool(
+        saved and saved["args"].get("persist_hidden")
+    )  # its matches with the same partners are one episode then
+    env = make_env(args, -(-total // rounds), args.matches_per_partner if keeps_memory else 1)
     schedule = Schedule(env, args)
     torch.manual_seed(args.seed)
     runner = make_runner(ego, saved, env, schedule)
@@ -197,18 +201,18 @@ def evaluate(args, ego, saved, others, adapted=0):
         names = ["mixed"]
         if group == "homologue":
             names = [*(schedule.policy_names[policy] for policy in schedule.pool), "all"]
-        sums = np.zeros((len(names), 5 + args.encounter))
+        sums = np.zeros((len(names), 5 + args.matches_per_partner))
         metrics = [[] for _ in names]
-        for _ in range(rounds * schedule.encounter):
+        for _ in range(rounds * schedule.matches_per_partner):
             played = runner.play()
             found = (played.returns, played.lengths, played.won, played.valid)
             returns, lengths, won, valid = (values.cpu().numpy() for values in found)
-            returns = returns.astype(float).mean(1) / env.encounters
+            returns = returns.astype(float).mean(1) / env.matches_per_episode
             valid = valid & (schedule.match < total)
             values = np.stack((np.ones(len(won)), won, returns, returns**2, lengths), 1)  # (matches, 5)
-            by_number = np.zeros((len(won), args.encounter))
+            by_number = np.zeros((len(won), args.matches_per_partner))
             for number, earned in runner.returns_by_match().items():
-                by_number[:, number - 1] = earned.cpu() * schedule.encounter
+                by_number[:, number - 1] = earned.cpu() * schedule.matches_per_partner
             values = np.concatenate((values, by_number), 1)
             for i in range(len(names)):
                 is_total = i == len(names) - 1
@@ -264,7 +268,7 @@ def adapt(args, ego, saved):
         "train_frequency": None if not envs.is_simulated(args.env_id) else 1000 if args.cuda else 100,
     }  # fmt: skip
     options = {name: value for name, value in options.items() if name in script.Args.__dataclass_fields__}
-    command = [sys.executable, script.__file__, *words_of(options)]
+    command = [sys.executable, script.__file__, *to_argv(options)]
     before = set(root.glob("*"))
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"--adapt: {script.__file__} failed for {ego}: {' '.join(command)}")
@@ -421,6 +425,7 @@ def main(args):
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = use_new_names(sys.argv[1:])
     args = tyro.cli(Args, prog="python -m experiments.evaluate")
     exit_on_signals()
     try:

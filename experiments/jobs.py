@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from experiments.cluster import LOST, PROJECT, OnRay, Process
+from experiments.cluster import LOST, PROJECT, OnRay, ScriptProcess
 from experiments.results import is_done, load_results
 from training import files
 from training.exits import NO_MEMORY, Exit, UsageError, not_ignored
@@ -166,7 +166,7 @@ class Here:
             busy = Counter(gpu for _, gpu in self.running)
             settings["CUDA_VISIBLE_DEVICES"] = min(self.gpus, key=lambda gpu: busy[gpu])
         options = job.options(job.words(root, run_root), run_root, resume)
-        process = Process(job.script, options, self.folder, log, settings, PROJECT, lock)
+        process = ScriptProcess(job.script, options, self.folder, log, settings, PROJECT, lock)
         self.running.append((process, settings.get("CUDA_VISIBLE_DEVICES")))
         return process
 
@@ -326,7 +326,7 @@ def run_all(jobs, place, root, run_root=".", more=None):
             lock.release()
             return done.add(job)
         for run in job.runs(root):
-            set_aside(run, terminal)
+            invalidate(run, terminal)
         resume, log = job.begun(root), root / "logs" / f"{job.name}.log"
         resume = None if resume and given_up.get(job) == age(resume) else resume
         before = resume and age(resume)
@@ -423,7 +423,7 @@ def age(run):
         return (run / "checkpoint.pt").stat().st_mtime_ns
 
 
-def set_aside(run, terminal):
+def invalidate(run, terminal):
     """Results that cannot be used, in a run that is not done."""
     path = run / "results.json"
     try:

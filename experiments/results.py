@@ -26,7 +26,7 @@ def iqm(values, axis=-1):
     return np.take(values, range(cut, values.shape[axis] - cut), axis).mean(axis)
 
 
-def student(freedom):
+def t_quantile(freedom):
     """The two-sided 95% quantile of Student's t, also between whole numbers."""
     known = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 10: 2.228, 15: 2.131}
     known |= {30: 2.042, 60: 2.000, 1e9: 1.960}
@@ -42,7 +42,7 @@ def interval(mean, parts):
     if variance <= 0:
         return [float(mean), float(mean)]
     freedom = max(variance**2 / sum(part**2 / n for part, n in parts), 1)
-    half = student(freedom) * variance**0.5
+    half = t_quantile(freedom) * variance**0.5
     return [float(mean - half), float(mean + half)]
 
 
@@ -178,7 +178,9 @@ def read_bounds(path):
     """
     try:
         manifest = json.loads(path.read_bytes())
-        found, stage = {}, {"env_id": str(manifest["env_id"]), "encounter": int(manifest.get("encounter", 1))}
+        found, stage = {}, {"env_id": str(manifest["env_id"])}
+        matches = manifest.get("matches_per_partner", manifest.get("encounter", 1))  # its name before
+        stage["matches_per_partner"] = int(matches)
         for one in manifest["strangers"]:
             folder = path.parent / one["policy"]
             name = str(folder) if folder.is_dir() else one["policy"]
@@ -188,7 +190,7 @@ def read_bounds(path):
     return found, stage
 
 
-def far_apart(measure, lower, upper):
+def has_headroom(measure, lower, upper):
     """Whether there is a scale from one score to the other: three points of the win rate, or 3% of a return."""
     return upper - lower > 0.03 * (1 if measure == "win_rate" else abs(upper))
 
@@ -208,7 +210,7 @@ def normalise(rows, bounds):
         ego = row["ego"], row["adapted"], row["group"]
         if path_of(row["other"]) in by_path and row["group"] == "homologue" and row["episodes"]:
             measure, lower, upper = by_path[path_of(row["other"])]
-            if far_apart(measure, lower, upper):
+            if has_headroom(measure, lower, upper):
                 row["normalised"] = (row[measure] - lower) / (upper - lower)
                 scores.setdefault(ego, []).append(row["normalised"])
         elif row["other"] == "all" and ego in scores:

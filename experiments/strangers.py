@@ -18,7 +18,7 @@ import tyro
 
 import envs
 from experiments.jobs import EVALUATE, Evaluation, Job, check_counts, place_of, read_results, run_all
-from experiments.results import far_apart
+from experiments.results import has_headroom
 from training import files
 from training.args import fill_in
 from training.checkpoints import ROOT
@@ -31,7 +31,7 @@ class Stage:
     pool: tuple[str, ...] | int  # scripted policies to learn with, or a number of QMIX runs
     scripted: tuple[str, ...] = ()  # scripted strangers
     learned: tuple[str, ...] = ()  # scripts whose runs are strangers, all of whose seats learned
-    encounter: int = 1  # matches in a row with the same others
+    matches_per_partner: int = 1  # matches in a row with the same others
     timesteps: int = 5_000_000  # of every run, on the GPU
 
 
@@ -40,16 +40,18 @@ SEEN = ("all_c", "all_d", "tft", "wsls", "grim", "generous_tft", "joss", "grofma
 UNSEEN = ("two_tats", "hard_majority", "alternator", "suspicious_tft", "stochastic_wsls", "soft_joss")
 STAGES = {
     "kuhn": Stage(
-        "kuhn", tuple(f"seen_{k}" for k in "abcdef"), tuple(f"unseen_{k}" for k in "abcdef"), encounter=5,
+        "kuhn", tuple(f"seen_{k}" for k in "abcdef"), tuple(f"unseen_{k}" for k in "abcdef"), matches_per_partner=5,
     ),
-    "ipd": Stage("matrix_ipd", SEEN, UNSEEN, encounter=10),
-    "chicken": Stage("matrix_chicken", SEEN, UNSEEN, encounter=10),
+    "ipd": Stage("matrix_ipd", SEEN, UNSEEN, matches_per_partner=10),
+    "chicken": Stage("matrix_chicken", SEEN, UNSEEN, matches_per_partner=10),
     "coin-game": Stage(
         "coin_game,obs_last_action=True", ("own_only", "good_greedy", "evil_greedy", "other_first", "grim", "stay"),
-        ("random_greedy", "reciprocator"), ("iql",), encounter=5,
+        ("random_greedy", "reciprocator"), ("iql",), matches_per_partner=5,
     ),
-    "snowdrift": Stage("snowdrift_4x4,obs_last_action=True", ("ND", "FIX", "REC"), ("RAND",), ("iql",), encounter=5),
-    "stag-hunt": Stage("stag_hunt_4x4", ("NS", "NH", "SWITCH"), ("FOLLOW", "RAND"), ("iql",), encounter=5),
+    "snowdrift": Stage(
+        "snowdrift_4x4,obs_last_action=True", ("ND", "FIX", "REC"), ("RAND",), ("iql",), matches_per_partner=5,
+    ),
+    "stag-hunt": Stage("stag_hunt_4x4", ("NS", "NH", "SWITCH"), ("FOLLOW", "RAND"), ("iql",), matches_per_partner=5),
     "foraging-orders": Stage(
         "foraging_orders,player_sight=2,limit=40,obs_last_action=True",
         ("rows", "rows_back", "columns", "columns_back", "diagonal", "inside"), ("outside", "near", "H1", "H2"),
@@ -148,7 +150,8 @@ def manifest_of(args, plan, root):
         strangers.append({"policy": policy, **bounds})
     return {
         "stage": args.stage, "env_id": stage.env_id, "measure": measure, "team": f"{env.n_agents - 1}other1learner",
-        "encounter": stage.encounter, "pool": [name(one) for one in plan.pool], "strangers": strangers,
+        "matches_per_partner": stage.matches_per_partner, "pool": [name(one) for one in plan.pool],
+        "strangers": strangers,
         "args": asdict(args), "versions": versions(),
         "command": " ".join(["python -m experiments.strangers", *sys.argv[1:]]),
     }  # fmt: skip
@@ -165,7 +168,7 @@ def main():
     manifest = manifest_of(args, plan, root)
     files.write_text(root / "manifest.json", json.dumps(manifest, indent=1))
     for one in manifest["strangers"]:
-        scored = far_apart(manifest["measure"], one["lower"], one["upper"])
+        scored = has_headroom(manifest["measure"], one["lower"], one["upper"])
         remark = "" if scored else "  not clearly better than random: it gives no scores"
         print("{policy:40} {lower:8.3f} to {upper:8.3f}".format(**one) + remark)
     print(f"{root / 'manifest.json'} has the strangers and their bounds, for python -m experiments.evaluate --bounds")

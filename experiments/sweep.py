@@ -40,7 +40,7 @@ class Args:
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):
     tyro.cli(Args, prog="python -m experiments.sweep")  # prints the help and exits, before the slow imports
 
-from experiments.cluster import leads_outside
+from experiments.cluster import escapes_folder
 from experiments.jobs import Job, check_counts, options_of, place_of, read_results, run_all
 from experiments.results import COLOURS, curves, has_sides, marl_eval, rows_of, table
 from experiments.search import Search, parse_space
@@ -53,7 +53,7 @@ def check_args(args, extra):
     """Rejects invalid arguments, and says what is allowed."""
     for script in args.script:
         find_script(script)
-    if leads_outside(args.report) or Path(args.report).name != args.report:
+    if escapes_folder(args.report) or Path(args.report).name != args.report:
         raise UsageError(f"--report {args.report} is a name, not a path: the report is in --run-root")
     check_counts(args, ("seeds", "first_seed", "jobs", "runs_per_gpu", "trials"))
     if args.search and (args.vary or len(args.script) > 1):

@@ -167,7 +167,7 @@ class TinyGame:
     """
 
     name, n_agents, policies, team_reward, simulated = "tiny", 2, (), True, True
-    encounters, leaving_ends, zero_sum, sides, default_others, return_scale = 1, False, False, None, (), 5.0
+    matches_per_episode, leaving_ends, zero_sum, sides, default_others, return_scale = 1, False, False, None, (), 5.0
     device = torch.device("cpu")
 
     def __init__(self, payoff, following, num_envs):
@@ -186,7 +186,7 @@ class TinyGame:
             "alive": torch.ones(num_envs, 2, dtype=torch.bool),
             "won": yes.clone(),
             "invalid": yes.clone(),
-            "encounter": torch.zeros(num_envs, dtype=torch.long),
+            "matches_per_partner": torch.zeros(num_envs, dtype=torch.long),
         }
 
     def look(self):

@@ -30,7 +30,7 @@ def env_spec(**changes):
         "about_others": torch.tensor([False, True, False, True, True]),
     }  # fmt: skip
     spec |= changes
-    return SimpleNamespace(**spec, encounters=1, leaving_ends=not spec["team_reward"])
+    return SimpleNamespace(**spec, matches_per_episode=1, leaving_ends=not spec["team_reward"])
 
 
 def random_learner(name, env, seed=0, **options):

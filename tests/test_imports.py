@@ -74,7 +74,7 @@ def asked_for(text):
 
 
 def test_options_of_algorithms_are_found():
-    assert {"td_lambda", "tell_who", "num_envs"} <= IN_COMMON and {"latent_dim", "sims", "mixing_dim"} <= OF_ALGORITHMS
+    assert {"td_lambda", "oracle", "num_envs"} <= IN_COMMON and {"latent_dim", "sims", "mixing_dim"} <= OF_ALGORITHMS
     text = 'self.args.sims, getattr(args, "trees", 1), f(name == "qmix"), args.gamma'
     assert {*asked_for(text)} == {"sims", "trees", "qmix", "gamma"}
 

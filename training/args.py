@@ -5,6 +5,7 @@ args = parse_args(Args, __file__)
 
 import importlib.util
 import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from training.exits import NO_MEMORY, Exit, UsageError, exit_on_signals
 LARGEST = {"num_envs": 2**22, "batch_size": 2**22}  # of an option; of one whose name ends in _dim it is LARGEST_DIM
 LARGEST_DIM = 2**13
 # ranges of the options that manage a run
-POSITIVE = ("eval_interval", "eval_episodes", "final_eval_episodes", "time_limit")
+POSITIVE = ("matches_per_partner", "eval_interval", "eval_episodes", "final_eval_episodes", "time_limit")
 NON_NEGATIVE = ("seed", "checkpoint_interval", "log_interval")
-FRACTIONS = ("checkpoint_at",)
+FRACTIONS = ("keep_checkpoints",)
 OUTWARD = ("track", "wandb_project_name", "wandb_entity", "wandb_group")  # no file says where a log goes
 CHANGEABLE = (  # on resuming
     *OUTWARD, "resume", "time_limit", "capture_video", "checkpoint_interval", "log_interval", "cudagraphs",
@@ -28,11 +29,26 @@ CHANGEABLE = (  # on resuming
 FOUND_OUT = ("n_policies",)  # options of earlier versions that a run has set by itself, and does not need any more
 
 
+def use_new_names(argv):
+    """The words of a command with today's names of options; says what has another name now."""
+    words = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        former = name.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if name.startswith("--") and former in checkpoints.FORMER_OPTIONS:
+            new = option(checkpoints.FORMER_OPTIONS[former])
+            new = new.replace("--", "--no-", 1) if name.startswith("--no-") else new
+            print(f"{name} is {new} now.")
+            word = new + equals + value
+        words.append(word)
+    return words
+
+
 def option(name):
     return f"--{name.replace('_', '-')}"
 
 
-def words_of(options):
+def to_argv(options):
     """Options by name as words of a command; None is left out."""
     words = []
     for name, value in options.items():
@@ -53,11 +69,12 @@ def command(args, changed, names, **more):
     """What runs args.script with those options that do not have its defaults, `changed` among these."""
     defaults = with_defaults(type(args), changed)
     options = {name: getattr(args, name) for name in names if getattr(args, name) != getattr(defaults, name)}
-    return shlex.join(["python", f"{args.script}.py", *words_of({**options, **more})])
+    return shlex.join(["python", f"{args.script}.py", *to_argv({**options, **more})])
 
 
 def from_command_line(args_class, **presets):
     """The arguments of the command line; `presets`: an option -> the other defaults that it asks for."""
+    sys.argv[1:] = use_new_names(sys.argv[1:])
     args = tyro.cli(args_class)
     for name, settings in presets.items():
         if getattr(args, name):

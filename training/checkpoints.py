@@ -42,6 +42,11 @@ KINDS = {  # what a checkpoint has, and of which type
 PROGRESS = {"steps": int, "episodes": int, "seconds": float, "evals": list, "complete": bool, "next_eval": int}
 EVALUATION = ("steps", "seconds", "win_rate", "episodic_return")
 SIZES = ("n_agents", "n_actions", "obs_dim", "state_dim", "episode_limit")  # what inputs and outputs depend on
+FORMER_OPTIONS = {  # accepted for one version
+    "encounter": "matches_per_partner", "keep_memory": "persist_hidden", "tell_who": "oracle",
+    "checkpoint_at": "keep_checkpoints",
+}  # fmt: skip
+FORMER_FIELDS = {"encounter": "match_index"}  # of matches and recorded episodes
 LARGEST_WEIGHT = 2**24  # numbers in a weight that no checkpoint has to prove
 DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -84,6 +89,13 @@ def _check_archive(path):
         raise ValueError("it has too many parts")
 
 
+def with_new_names(content, former):
+    """Nested dictionaries whose keys have today's names."""
+    if not isinstance(content, dict):
+        return content
+    return {former.get(name, name): with_new_names(value, former) for name, value in content.items()}
+
+
 def read_run(folder):
     """The checkpoint of a run folder, checked."""
     path = Path(folder) / "checkpoint.pt"
@@ -94,6 +106,7 @@ def read_run(folder):
         raise ValueError(f"{path} is of another version of this project: it has no networks by name")
     for name, kind in KINDS.items():
         _check(path, name, kind, saved.get(name))
+    saved["args"] = with_new_names(saved["args"], FORMER_OPTIONS)
     for name, kind in PROGRESS.items():
         _check(path, f"progress: {name}", (int, float) if kind is float else kind, saved["progress"].get(name))
     for evaluation in saved["progress"]["evals"]:
@@ -128,7 +141,7 @@ def _check(path, name, kind, value):
         raise ValueError(f"{path} is damaged: {name} is {_short(value)}")
 
 
-def number(state, name, kind):
+def check_count(state, name, kind):
     """A number from 0 up of that very type; a ValueError if it is something else."""
     if type(state[name]) is not kind or not state[name] >= 0 or (kind is int and state[name] >= 2**62):
         raise ValueError(f"{name} is {_short(state[name])}")
@@ -220,7 +233,7 @@ def write(content, path):
 # ---- what a checkpoint is of ----
 def env_sizes(env):
     sizes = {name: getattr(env, name) for name in SIZES}
-    sizes["episode_limit"] = getattr(env, "match_limit", env.episode_limit)  # whatever the length of encounters
+    sizes["episode_limit"] = getattr(env, "match_limit", env.episode_limit)  # of one match
     return sizes
 
 
@@ -406,7 +419,7 @@ def check_buffer(state, data, max_length):
     """Raises a ValueError if the state of a replay buffer with such `data` cannot be right."""
     lengths, size = state["lengths"], len(next(iter(data.values()))[0])
     filled = int((lengths > 0).sum())
-    if lengths.shape != (size,) or lengths.dtype != torch.int64 or not 0 <= number(state, "cursor", int) < size:
+    if lengths.shape != (size,) or lengths.dtype != torch.int64 or not 0 <= check_count(state, "cursor", int) < size:
         raise ValueError(f"the buffer has {tuple(lengths.shape)} lengths from {state['cursor']} on, not ({size},)")
     if lengths.min() < 0 or lengths.max() > max_length:
         raise ValueError(f"lengths of episodes are from 0 to {max_length}, not {lengths.min()} to {lengths.max()}")

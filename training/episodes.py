@@ -15,7 +15,7 @@ and may have
     per_match               a dictionary of tensors (matches, ...) that `reset` sets, to record once
     memory                  a dictionary of tensors that outlast a match, cleared by
     forget()                the others are new
-    after_match(episodes)   metrics of the match just played, which `evaluate` averages by its number in the encounter
+    after_match(episodes)   metrics of the match just played, which `evaluate` averages by its number since new partners
     fields                  the fields that `analyse(episodes)`, which returns metrics, needs; with visible_last_action
                             among them `Inputs` have it as well
     goals(env, seat)        predicted places to mark in a picture
@@ -114,8 +114,8 @@ def visible_last_action(visible, last_action):
 
 class EpisodeRunner:
     def __init__(self, env, team, player, fields=(), cudagraphs=True):
-        if env.encounters > 1 and "encounter" not in fields:
-            fields = (*fields, "encounter")
+        if env.matches_per_episode > 1 and "match_index" not in fields:
+            fields = (*fields, "match_index")
         self.rounds = 0
         self.env = env
         self.team = team
@@ -145,7 +145,7 @@ class EpisodeRunner:
         self.epsilon = torch.zeros((), device=env.device)
         self.running = torch.zeros_like(env.terminated)
         self.lengths = torch.zeros_like(env.actions[:, 0])
-        self.team_last_action = torch.zeros_like(env.actions) if env.encounters > 1 else self.last_action
+        self.team_last_action = torch.zeros_like(env.actions) if env.matches_per_episode > 1 else self.last_action
         self.play_chunk = self._graphed(lambda: play_chunk(self))
         if env.simulated:
             env.reset()  # so that a snapshot has its random streams
@@ -204,14 +204,14 @@ class EpisodeRunner:
     def before_step(self):
         if not self.env.simulated:
             self.check_stop()
-        if self.env.encounters > 1:
-            self.encounter = self.env.info["encounter"].clone()
+        if self.env.matches_per_episode > 1:
+            self.matches_per_partner = self.env.info["match_index"].clone()
 
     def after_step(self, terminated, truncated):
         if hasattr(self.player, "observe"):
             self.player.observe(self.last_action, terminated | truncated)
-        if self.env.encounters > 1:  # the others start anew in every match
-            new_match = (self.env.info["encounter"] != self.encounter).unsqueeze(1)
+        if self.env.matches_per_episode > 1:  # the others start anew in every match
+            new_match = (self.env.info["match_index"] != self.matches_per_partner).unsqueeze(1)
             self.team_last_action.copy_(torch.where(new_match, -1, self.last_action))
 
     def attend(self, should_stop, show_progress):
@@ -234,7 +234,7 @@ class EpisodeRunner:
             self.env.while_waiting = None
 
     def _play(self, epsilon):
-        if self.rounds % self.team.encounter == 0:
+        if self.rounds % self.team.matches_per_partner == 0:
             self._draw_others()
         self.rounds += 1
         obs, info = self.env.reset()
@@ -302,12 +302,12 @@ class EpisodeRunner:
 
     def _evaluate(self, count):
         results, by_match, metrics = [], {}, {}
-        played, encounter, matches = 0, self.team.encounter, self.env.num_envs
+        played, each, matches = 0, self.team.matches_per_partner, self.env.num_envs
         self.team.even = True
-        self.rounds = round_up(self.rounds, encounter)  # one that was stopped is not gone on with
-        teams = self.team.whole(count if encounter == 1 else -(-count // (matches * encounter)) * matches)
-        while played < teams * encounter or self.rounds % encounter:
-            left = teams - len(results) // encounter * matches  # of the teams that count; none where a game has failed
+        self.rounds = round_up(self.rounds, each)  # one that was stopped is not gone on with
+        teams = self.team.whole(count if each == 1 else -(-count // (matches * each)) * matches)
+        while played < teams * each or self.rounds % each:
+            left = teams - len(results) // each * matches  # of the teams that count; none where a game has failed
             episodes = self.play()
             numbers, valid = (episodes.returns, episodes.lengths, episodes.won), episodes.valid
             if left > 0:
@@ -324,7 +324,7 @@ class EpisodeRunner:
                     metrics.setdefault(f"{name}_{number}", []).append(value)
         self.match_returns = {name: torch.cat(found).mean().item() for name, found in sorted(by_match.items())}
         self.match_metrics = {name: sum(means) / len(means) for name, means in sorted(metrics.items())}
-        results = [torch.cat(tensors)[: teams if encounter == 1 else None] for tensors in zip(*results)]
+        results = [torch.cat(tensors)[: teams if each == 1 else None] for tensors in zip(*results)]
         self.side_returns = [returns.nanmean().item() for returns in results[3:]]
         return results[:3]
 
@@ -336,25 +336,25 @@ class EpisodeRunner:
         return [torch.where(side == number, returns, torch.nan).nanmean(1) for number in (0, 1)]
 
     def returns_by_match(self):
-        """number of a match in its encounter -> returns (matches,) of the last round; nothing without encounters"""
+        """number of a match with the same partners -> returns (matches,) of the last round; {} if it is always 1"""
         reward = self.episodes["reward"].mean(-1)  # (rows, matches)
-        if self.team.encounter > 1:
-            return {(self.rounds - 1) % self.team.encounter + 1: reward.sum(0)}
-        if self.env.encounters == 1:
+        if self.team.matches_per_partner > 1:
+            return {(self.rounds - 1) % self.team.matches_per_partner + 1: reward.sum(0)}
+        if self.env.matches_per_episode == 1:
             return {}
-        number = self.episodes["encounter"]  # of a row, as its observation; so is its reward's
-        return {n + 1: torch.where(number == n, reward, 0.0).sum(0) for n in range(self.env.encounters)}
+        number = self.episodes["match_index"]  # of a row, as its observation; so is its reward's
+        return {n + 1: torch.where(number == n, reward, 0.0).sum(0) for n in range(self.env.matches_per_episode)}
 
     @torch.no_grad()
     def policy(self, obs=None, info=None):
         """Greedy play, step by step, for a caller that steps the environment: joint actions (matches, n_agents)."""
-        starting = (self.env.steps == 0) & (self.env.info["encounter"] == 0)
+        starting = (self.env.steps == 0) & (self.env.info["match_index"] == 0)
         if starting.all():
             self._draw_others()
         self.running.fill_(True)
         self.player.reset(starting)
         self.last_action.masked_fill_(starting.unsqueeze(1), -1)
-        if self.env.encounters > 1:
+        if self.env.matches_per_episode > 1:
             self.team_last_action.copy_(torch.where((self.env.steps == 0).unsqueeze(1), -1, self.last_action))
         action = self.player.act(self.inputs(), self.epsilon)
         return self.last_action.copy_(self.team.joint_action(action, self.team_last_action))
@@ -373,8 +373,8 @@ class EpisodeRunner:
         return episodes | {"lengths": lengths, "policy_id": self.team.policy_id[matches]}
 
     def others_stay(self):
-        """Whether it is in the middle of an encounter, with the same others again."""
-        return self.rounds % self.team.encounter > 0
+        """Whether the next round has the same partners again."""
+        return self.rounds % self.team.matches_per_partner > 0
 
     def state_dict(self):
         matches = self.env.snapshot() if self.env.simulated else None
@@ -389,7 +389,9 @@ class EpisodeRunner:
             self.env.reset(seed=seed)
 
     def load_state_dict(self, state):
-        self.rounds, self.team.rounds = (checkpoints.number(state, name, int) for name in ("rounds", "team_rounds"))
+        self.rounds, self.team.rounds = (
+            checkpoints.check_count(state, name, int) for name in ("rounds", "team_rounds")
+        )
         if self.others_stay():
             self.team.rounds -= 1
             self.team.draw()

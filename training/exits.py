@@ -12,7 +12,7 @@ import sys
 import threading
 
 from training import files
-from training.files import say
+from training.files import print_safely
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 NO_MEMORY = 3  # the exit code of a run that lacks memory: beside fewer others it may have enough
@@ -25,7 +25,7 @@ class Exit(SystemExit):
     def __init__(self, message, code):
         super().__init__(message)
         self.code = code
-        say(message, sys.stderr)
+        print_safely(message, sys.stderr)
 
 
 class UsageError(Exit):

@@ -67,14 +67,14 @@ def reason(error):
 
 
 # ---- output ----
-def say(line, file=None):
+def print_safely(line, file=None):
     """Prints a line, on standard output by default; where it cannot be written, the program goes on."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
         print(line, file=file, flush=True)
 
 
 def warn(line):
-    say(f"warning: {line}", sys.stderr)
+    print_safely(f"warning: {line}", sys.stderr)
 
 
 class _Lenient(io.RawIOBase):

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from training import files
-from training.files import say
+from training.files import print_safely
 
 RETRY = 60.0  # seconds until a file that could not be written is tried again
 BAR_INTERVAL, LINE_INTERVAL = 0.1, 3.0  # seconds between two states of a progress bar, and between lines in a file
@@ -86,7 +86,9 @@ class Progress:
         self.close()
         if kind is None and self.done > self.first:
             seconds = time.monotonic() - self.began
-            say(f"{self.what}{self.total:,} {self.unit}, {duration(seconds)}{self.numbers and ': '}{self.numbers}")
+            print_safely(
+                f"{self.what}{self.total:,} {self.unit}, {duration(seconds)}{self.numbers and ': '}{self.numbers}"
+            )
 
     def show(self, done, numbers=None, now=False):
         """Shows that so much is done, and some numbers: `now`, or if that was some time ago."""
@@ -97,7 +99,7 @@ class Progress:
             return
         self.shown_at = time.monotonic()
         if not self.in_terminal:
-            say(f"{time.monotonic() - self.started:7.1f} s  {self.line()}")
+            print_safely(f"{time.monotonic() - self.started:7.1f} s  {self.line()}")
         else:
             self.bar.n = self.done
             self.bar.set_postfix_str(self.numbers)

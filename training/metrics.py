@@ -57,7 +57,7 @@ def exchanged(policy_id):
 def usage(agents, episodes, inputs, inferred):
     """How often the greedy action would be another with what is inferred in another match, while both learners live.
 
-    `usage_within`: in a match with the same others; `usage_across`: with different ones; `usage`: their difference,
+    `swap_same`: in a match with the same others; `swap_other`: with different ones; `usage`: their difference,
     what depends on who the others are. inputs: (obs, last_action, steps_left) of the episodes.
     """
     obs, last_action, steps_left = inputs
@@ -73,7 +73,7 @@ def usage(agents, episodes, inputs, inferred):
     for other in exchanged(episodes["policy_id"]):
         mask = alive & alive[:, other] & (other >= 0).view(1, -1, 1)
         changed.append(masked_mean(mask, (greedy(inferred[:, other]) != action).float()).item() if mask.any() else None)
-    metrics = dict(zip(("usage_within", "usage_across"), changed))
+    metrics = dict(zip(("swap_same", "swap_other"), changed))
     if None not in changed:
         metrics["usage"] = changed[1] - changed[0]
     return {name: value for name, value in metrics.items() if value is not None}
@@ -122,7 +122,7 @@ def place_metrics(env, episodes, steps_left, predicted, obs, ahead):
     return metrics | (place_errors(*by_trajectory, int(ahead)) if ahead.isdigit() else {})
 
 
-def halves(seat):
+def split_by_seat(seat):
     """(matches,) one half of the matches, with as many of every seat as the other half has."""
     order = torch.argsort(seat[:, 0], stable=True)
     half = torch.zeros(len(seat), dtype=torch.bool, device=seat.device)
@@ -159,7 +159,7 @@ def probes(env, episodes, steps_left, features):
     seat = episodes["seat"][0]
     rows = len(steps_left)
     mask = episodes["alive"] & (steps_left > 0).unsqueeze(-1)
-    train = halves(seat).view(1, -1, 1).expand_as(mask)
+    train = split_by_seat(seat).view(1, -1, 1).expand_as(mask)
     other = ((seat + 1) % env.n_agents).expand(rows, -1, -1)  # the next seat stands for the team-mates
     policy_id = episodes["policy_id"].expand(rows, -1, -1).gather(-1, other)
     middle = (steps_left - 0.5 * steps_left[0]).abs() <= 0.1 * steps_left[0]

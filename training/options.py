@@ -43,7 +43,7 @@ class CommandArgs:
 class RunArgs(CommandArgs):
     capture_video: bool = False  # whether to save a GIF of a match of the final policy
     checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
-    checkpoint_at: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
+    keep_checkpoints: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
     resume: str | None = None  # a run folder to continue; other arguments must be as they were
     init: str | None = None  # a run folder whose networks this run starts from
     time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)

@@ -3,7 +3,7 @@
 import torch
 
 
-class TellWho:
+class PartnerOracle:
     """An environment whose observations also say who the others are, one-hot from the next seat on.
 
     What a learner gains by it is all that a model of the others could give. Learners' seats are zeros.
@@ -39,13 +39,13 @@ class TellWho:
 
     def reset(self, *args, **options):
         _, info = self._env.reset(*args, **options)
-        return self._tell_who(), info
+        return self._add_policies(), info
 
     def restore(self, snapshot):
         self._env.restore(snapshot)
-        self._tell_who()
+        self._add_policies()
 
-    def _tell_who(self):
+    def _add_policies(self):
         n_agents = self.n_agents
         seats = torch.arange(n_agents, device=self.device)
         others = (seats.unsqueeze(1) + seats[1:]) % n_agents  # (n_agents, n_agents - 1)

@@ -235,7 +235,7 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, prog="python -m training.play", description=__doc__.splitlines()[0]))
     except ValueError as error:
-        files.say(f"error: {error}", sys.stderr)
+        files.print_safely(f"error: {error}", sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

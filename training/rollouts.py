@@ -20,7 +20,7 @@ from training import checkpoints
 from training.episodes import EpisodeRunner, Episodes, play_step
 
 # Matches of the longest kind in a round, at least: with fewer more steps are of matches without an end, with more new
-# team-mates come later. Of encounters that are one episode there are two.
+# team-mates come later. Of episodes of several matches there are two.
 MATCHES = 4
 STATE = ("last_action", "team_last_action", "returns", "lengths")
 
@@ -33,8 +33,8 @@ class RolloutRunner(EpisodeRunner):
 
     def __init__(self, env, team, player, fields, steps, cudagraphs=True):
         super().__init__(env, team, player, cudagraphs=cudagraphs)
-        matches = max(MATCHES, team.encounter, 2 * env.encounters)
-        longest = matches * env.episode_limit // env.encounters
+        matches = max(MATCHES, team.matches_per_partner, 2 * env.matches_per_episode)
+        longest = matches * env.episode_limit // env.matches_per_episode
         self.rollouts_in_round = -(-longest // steps) if team.used else sys.maxsize
         self.rollouts = 0  # played so far
         self.returns = torch.zeros_like(team.select(env.reward))
@@ -114,7 +114,7 @@ class RolloutRunner(EpisodeRunner):
 
     def load_state_dict(self, state):
         played = 0 if self.team.used else 1  # of before rollouts were counted, which saved at the end of a round
-        self.rollouts = checkpoints.number({"rollouts": played, **state}, "rollouts", int)
+        self.rollouts = checkpoints.check_count({"rollouts": played, **state}, "rollouts", int)
         super().load_state_dict(state)
         if not self.others_stay():
             return

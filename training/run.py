@@ -305,7 +305,7 @@ class Run:
         self.progress["seconds"] = time.monotonic() - self.started
         self.last_round = steps, max(time.monotonic() - self.round_began, 1e-3)
         self.round_began = time.monotonic()
-        for share in getattr(self.args, "checkpoint_at", ()):
+        for share in getattr(self.args, "keep_checkpoints", ()):
             if (before or -1) < share * self.args.total_timesteps <= self.steps:
                 self.save_copy(self.folder / f"at-{share:g}")
 
@@ -375,7 +375,7 @@ class Run:
         return ["win_rate"] * bool(self.env.team_reward) + [*(self._by_side() or ["episodic_return"])]
 
     def _encounters(self):
-        """The mean returns by the number of a match in its encounter, if there are encounters."""
+        """The mean returns by the number of a match with the same partners, if it is not always 1."""
         found = getattr(self.state.get("eval_runner"), "match_returns", {})
         return {"encounter": found} if found else {}
 
@@ -417,7 +417,8 @@ class Run:
         low, high = final["win_rate_interval"]
         print(f"{self.progress['seconds']:.1f} s, {self.steps:,} steps, {self.learner.updates:,} updates")
         share = f" won {final['win_rate']:.1%} ({100 * low:.1f} to {100 * high:.1f})"
-        played = f"encounters of {self.env.encounters} matches" if self.env.encounters > 1 else "matches"
+        matches = self.env.matches_per_episode
+        played = f"episodes of {matches} matches" if matches > 1 else "matches"
         line = f"of {len(won)} greedy {played}{share}" if self.env.team_reward else f"{len(won)} greedy {played}"
         if sides:
             line += ", return {:.2f} of one side, {:.2f} of the other".format(*sides.values())
@@ -446,9 +447,9 @@ class Run:
         found, policies = [], runner.env.default_others or runner.env.policies
         self._set_bar("scripts in the learner's seat: ", len(policies), "policies")
         for policy in policies:
-            stand_in = EpisodeRunner(runner.env, runner.team, ScriptedPlayer(runner.env, policy))
-            stand_in.load_state_dict(self.before_evaluation)
-            found.append({"policy": policy, **summary_of(*stand_in.evaluate(self.args.final_eval_episodes))})
+            scripted_runner = EpisodeRunner(runner.env, runner.team, ScriptedPlayer(runner.env, policy))
+            scripted_runner.load_state_dict(self.before_evaluation)
+            found.append({"policy": policy, **summary_of(*scripted_runner.evaluate(self.args.final_eval_episodes))})
             self.bar.show(len(found))
         won = runner.env.team_reward  # else it may be another's success
         return max(found, key=lambda summary: (won and summary["win_rate"], summary["episodic_return"]))
@@ -547,7 +548,7 @@ class Run:
         if not path.exists():
             print(f"{path} is missing: going on with new matches and an empty buffer.")
             return
-        resume = checkpoints.read(path)
+        resume = checkpoints.with_new_names(checkpoints.read(path), checkpoints.FORMER_FIELDS)
         if resume.get("steps") != self.steps:
             raise ValueError(f"{path.name} is of another step")
         set_rng_state(resume["rng"])

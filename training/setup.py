@@ -9,24 +9,24 @@ from training.team import Team
 def make_env(args, num_envs, device, purpose, **options):
     """The environment of --env-id; that of another purpose has other random numbers. `options`: more of envs.make."""
     seed = seed_for(args.seed, purpose)
-    encounters = args.encounter if _keeps_memory(args) else 1
+    matches = args.matches_per_partner if _keeps_memory(args) else 1
     try:
-        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, encounters, check=False, **options)
+        return envs.make(args.env_id, num_envs, device, seed, args.n_agents, matches, check=False, **options)
     except ValueError as error:
         raise UsageError(f"--env-id {args.env_id}: {error}") from None
 
 
-def make_team(args, env, purpose, learners=("learner",), stand_in=False):
+def make_team(args, env, purpose, learners=("learner",), teammates_everywhere=False):
     """The team of --team; `learners`: what it may call the learner's seats."""
     others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     seed = seed_for(args.seed, purpose)
-    encounter = 1 if _keeps_memory(args) else args.encounter
+    matches = 1 if _keeps_memory(args) else args.matches_per_partner
     try:
-        return Team(env, args.team, learners, *others, seed, stand_in, encounter)
+        return Team(env, args.team, learners, *others, seed, teammates_everywhere, matches)
     except ValueError as error:
         raise UsageError(f"--team {args.team}: {error}") from None
 
 
 def _keeps_memory(args):
-    """Whether the matches of an encounter are one episode; not every script has that option."""
-    return getattr(args, "keep_memory", False)
+    """Whether the matches with the same partners are one episode; not every script has that option."""
+    return getattr(args, "persist_hidden", False)

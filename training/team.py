@@ -33,8 +33,8 @@ class Team:
     team-mates; otherwise numbers and names, such as 6qmix2learner. Seats rotate from match to match, so that every one
     of them is learned. A pool has run folders and names of scripted policies; in the spec `other` is any of them, and
     an algorithm's name any of its runs. The others' actions are random with probability `epsilon`; of a pair of
-    numbers one between them is drawn for every match. With `stand_in` the team-mates' policies play the learner's
-    seats as well.
+    numbers one between them is drawn for every match. With `teammates_everywhere` the team-mates' policies play
+    the learner's seats as well.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Team:
         mix=False,
         epsilon=0.0,
         seed=0,
-        stand_in=False,
-        encounter=1,
+        teammates_everywhere=False,
+        matches_per_partner=1,
     ):
         self.env = env
         self.mix = mix
@@ -56,14 +56,14 @@ class Team:
         self.seed = seed
         self.rounds = 0
         self.even = False  # whether to seat everybody everywhere equally often, as an evaluation wants it
-        self.encounter = encounter  # rounds in a row with the same others
+        self.matches_per_partner = matches_per_partner  # rounds in a row with the same others
         self.runs = read_pool([path for path in pool if str(path) not in env.policies], env)
         self.policy_names = [*env.policies, *(run.path for run in self.runs)]  # by policy_id
         scripts = [env.policies.index(name) for name in map(str, pool) if name in env.policies]
         self.pool = [*dict.fromkeys(scripts), *range(len(env.policies), len(self.policy_names))]
         if self.pool and spec in (None, "self", "scripted"):
             example = f"{env.n_agents - 1}other1{learner_names[0]}"
-            raise ValueError(f"nobody of the pool would play; a team with them is {example}")
+            raise ValueError(f"--team does not use --pool; try --team {example}")
         self.groups = self._groups(spec, learner_names)
         if (count := sum(count for count, _ in self.groups)) != env.n_agents:
             raise ValueError(f"team {spec!r} has {count} seats, but {env.name} has {env.n_agents}")
@@ -74,7 +74,7 @@ class Team:
             names = " or ".join(learner_names)
             raise ValueError(f"team {spec!r} leaves no seat for the learner: name one of them {names}")
         self.used = sorted({policy for _, policies in self.groups for policy in policies or ()})
-        if stand_in and self.used:
+        if teammates_everywhere and self.used:
             self.groups = [(count, self.used if policies is None else policies) for count, policies in self.groups]
         self.arrangement = np.array(seats)
         self.rotation = _rotation(seat, own[0], env.n_agents)
@@ -360,28 +360,32 @@ def seat_order(env):
     return torch.cat((own, seat[:-1] + (seat[:-1] >= own)), 1)
 
 
-def check_unused(args, encounter):
-    """Rejects options about others where there are none; `encounter`: whether --encounter is one of them."""
+def check_unused(args, matches_per_partner):
+    """Rejects options about team-mates where there are none; `matches_per_partner`: whether that is one of them."""
     if args.team != "self":
         return
     unused = {"seat": args.seat != "rotate", "mix_teammates": args.mix_teammates}
     unused["teammate_epsilon"] = args.teammate_epsilon not in (0.0, (0.0, 0.0))
-    unused["encounter"] = args.encounter > 1 and encounter
+    unused["matches_per_partner"] = args.matches_per_partner > 1 and matches_per_partner
     for name in (name for name, given in unused.items() if given):
-        raise UsageError(f"{option(name)} is for a learner among others: with --team self there are none")
+        raise UsageError(
+            f"{option(name)} is for a learner with team-mates or opponents: with --team self there are none"
+        )
 
 
 def check_team_options(args):
     """Rejects options that do not go together."""
-    check_unused(args, encounter=not args.keep_memory)
-    if args.tell_who and args.team == "self":
-        raise UsageError("--tell-who is for a learner among others: with --team self there are none to tell of")
-    if args.tell_who and args.capture_video:
-        raise UsageError("--tell-who has no video: what such a learner is told is known in its own run only")
+    check_unused(args, matches_per_partner=not args.persist_hidden)
+    if args.oracle and args.team == "self":
+        raise UsageError("--oracle is for a learner with partners: with --team self there are none")
+    if args.oracle and args.capture_video:
+        raise UsageError("--oracle has no video: what such a learner is told is known in its own run only")
     if args.capture_video and args.env_id.startswith("pettingzoo:") and "render_mode=rgb_array" not in args.env_id:
         raise UsageError(f"--capture-video needs pictures: --env-id {args.env_id},render_mode=rgb_array")
-    if args.keep_memory and args.encounter == 1:
-        raise UsageError("--keep-memory is for encounters of several matches: --encounter says how many")
+    if args.persist_hidden and args.matches_per_partner == 1:
+        raise UsageError(
+            "--persist-hidden is for several matches with the same partners: --matches-per-partner says how many"
+        )
 
 
 def check_common_goal(args, env, team):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from envs import compiler
-from envs.batch import LOOK, STEP, Batch, check_flag, check_number, check_range, check_whole_number, life_cycle
+from envs.batch import OBSERVE, STEP, Batch, check_flag, check_number, check_range, check_whole_number, life_cycle
 from envs.battle import paths
 from envs.battle.data import MAPS, RACES, RULES, SCENARIOS, TERRAINS, TYPES, Map, Scenario
 from envs.battle.observations import FIRST_SCOUT, POINTS, observe_match
@@ -329,9 +329,9 @@ class Battle(Batch):
         game = Game(**{key: compiler.view(tensor) for key, tensor in tensors.items()})
         staged = compiler.Staged(run_one, world_of, KEPT_REAL, KEPT_WHOLE, max(obs_dim, state_units))
         lanes = compiler.lanes_for(units)
-        self._run = compiler.Runner(run_here, rule, game, self.device, lanes, staged)
-        self._act = compiler.Runner(act_here, rule, game, self.device, lanes)
-        self._score = compiler.Runner(score_here, rule, game, self.device, lanes)
+        self._run = compiler.CompiledRules(run_here, rule, game, self.device, lanes, staged)
+        self._act = compiler.CompiledRules(act_here, rule, game, self.device, lanes)
+        self._score = compiler.CompiledRules(score_here, rule, game, self.device, lanes)
 
     def set_units(self, x=None, y=None, health=None, shield=None, cooldown=None, energy=None, last_action=None):
         """Sets units by hand, (num_envs, allies + enemies) each, `last_action` (num_envs, n_agents) with -1 for none.
@@ -356,7 +356,7 @@ class Battle(Batch):
             real[HITS_IN] = 0
         if health is not None or shield is not None:
             real[HURT_AT] = (self._simulation["match"][:, STEP] * LOOPS).unsqueeze(1).to(real.dtype)
-        self._run(LOOK)
+        self._run(OBSERVE)
         return self._shown()
 
     def reward_since(self, health, shield):

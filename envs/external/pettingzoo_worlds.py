@@ -14,7 +14,7 @@ import torch
 
 from envs.batch import RUNNING, STAGE, STEP, check_flag, check_number, check_whole_number
 from envs.external import pettingzoo_worker
-from envs.external.processes import GameLost, Process, ProcessBatch
+from envs.external.processes import GameLost, GameProcess, ProcessBatch
 
 PREFIX = "pettingzoo:"
 
@@ -42,7 +42,7 @@ class PettingZooWorld(ProcessBatch):
         reset_timeout=300.0,
         device="cpu",
         seed=0,
-        encounters=1,
+        matches_per_episode=1,
         autoreset=False,
         agent_state=False,
         check=None,
@@ -70,12 +70,22 @@ class PettingZooWorld(ProcessBatch):
         }  # fmt: skip
         try:
             agents, sizes = self.start(
-                num_envs, lambda: Process(pettingzoo_worker.__file__, options), step_timeout, reset_timeout
+                num_envs, lambda: GameProcess(pettingzoo_worker.__file__, options), step_timeout, reset_timeout
             )
         except GameLost as loss:
             raise ValueError(f"{name} does not start: {loss}") from None
         batch = {"autoreset": autoreset, "agent_state": agent_state, "check": check}
-        super().__init__(name, num_envs, agents, sizes, {}, device=device, seed=seed, encounters=encounters, **batch)
+        super().__init__(
+            name,
+            num_envs,
+            agents,
+            sizes,
+            {},
+            device=device,
+            seed=seed,
+            matches_per_episode=matches_per_episode,
+            **batch,
+        )
 
     def _show(self, host, m, look):
         host.obs[m], host.state[m], host.avail[m], host.alive[m] = map(torch.from_numpy, look)

@@ -33,7 +33,7 @@ class GameLost(Exception):
     """A game has crashed, died or not answered in time."""
 
 
-class Process:
+class GameProcess:
     """A game's process, seen from here."""
 
     def __init__(self, file, options, variables=None):

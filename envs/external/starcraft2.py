@@ -18,7 +18,7 @@ from envs.battle import paths
 from envs.battle.data import MAPS, TERRAINS, TYPES
 from envs.battle.setup import build_units, resize
 from envs.external import starcraft2_worker
-from envs.external.processes import GameLost, Process, ProcessBatch
+from envs.external.processes import GameLost, GameProcess, ProcessBatch
 
 STOP, ATTACK = 1, 6
 SIGHT = 9.0
@@ -124,7 +124,7 @@ class StarCraft2(ProcessBatch):
         try:
             sizes = self.start(
                 num_envs,
-                lambda: Process(starcraft2_worker.__file__, settings, variables),
+                lambda: GameProcess(starcraft2_worker.__file__, settings, variables),
                 step_timeout,
                 reset_timeout,
             )

@@ -62,7 +62,7 @@ def played(folder, old="", new="", device="cpu"):
     out = torch.zeros(2, dtype=torch.int64, device=device)
     game = Game(compiler.view(torch.zeros((2, 4), dtype=torch.int64, device=device)), compiler.view(out))
     with event.install_recorder("numba:compile") as recorder:
-        compiler.Runner(run_one, Rule(1), game, out.device, lanes=1)()
+        compiler.CompiledRules(run_one, Rule(1), game, out.device, lanes=1)()
     return out[0].item(), len(recorder.buffer)
 
 

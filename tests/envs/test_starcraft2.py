@@ -595,7 +595,9 @@ def test_start_can_be_interrupted(world, monkeypatch):
     monkeypatch.setattr(worker, "SECONDS_TO_CLOSE", 1.0)
     started = []
     monkeypatch.setattr(
-        starcraft2, "Process", lambda *given, make=starcraft2.Process: started.append(make(*given)) or started[-1]
+        starcraft2,
+        "GameProcess",
+        lambda *given, make=starcraft2.GameProcess: started.append(make(*given)) or started[-1],
     )
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

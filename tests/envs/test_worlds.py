@@ -130,12 +130,12 @@ def test_scripted_actions_are_available_also_in_a_match_that_is_over(name):
 
 
 # ---- the same everywhere ----
-def history(name, device="cpu", num_envs=COPIES, encounters=1):
+def history(name, device="cpu", num_envs=COPIES, matches=1):
     """Some steps of everything, as one array."""
-    env = make(name, num_envs, seed=7, device=device, autoreset=True, check=False, encounters=encounters)
+    env = make(name, num_envs, seed=7, device=device, autoreset=True, check=False, matches_per_episode=matches)
     rows = []
     env.reset()
-    for step in range(16 * encounters):
+    for step in range(16 * matches):
         actions = env.scripted_actions(drawn_policies(env, step // 4))
         tensors = [actions.clone(), *shown(env.step(actions)).values(), *env.snapshot().values()]
         rows.append(np.concatenate([tensor.cpu().double().flatten().numpy() for tensor in tensors]))
@@ -160,12 +160,12 @@ def test_plain_python_plays_what_compiled_code_plays(tmp_path):
 
 
 @needs_cuda
-@pytest.mark.parametrize("encounters", [1, 3])
+@pytest.mark.parametrize("matches", [1, 3])
 @pytest.mark.parametrize("name", {**WORLDS, **MORE})
-def test_cuda_plays_what_the_cpu_plays(name, encounters):
+def test_cuda_plays_what_the_cpu_plays(name, matches):
     """To the last bit."""
-    expected = history(name, "cpu", 1000, encounters)
-    np.testing.assert_array_equal(expected, history(name, "cuda", 1000, encounters))
+    expected = history(name, "cpu", 1000, matches)
+    np.testing.assert_array_equal(expected, history(name, "cuda", 1000, matches))
 
 
 def loops(n, lane, lanes):

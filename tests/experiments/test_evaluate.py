@@ -92,7 +92,7 @@ def test_counts_are_those_of_a_plain_loop(runs, ego, tmp_path):
 
     env = envs.make("3m", num_envs=5, seed=0, check=False)
     env.reset()
-    team = evaluate.Schedule(env, SimpleNamespace(team="2other1ego", others=others, seed=0, encounter=1))
+    team = evaluate.Schedule(env, SimpleNamespace(team="2other1ego", others=others, seed=0, matches_per_partner=1))
     expected = defaultdict(list)
     for first in range(0, 9, 5):
         matches = range(first, first + 5)
@@ -163,7 +163,7 @@ def test_a_match_counts_once_for_its_other_and_an_invalid_one_nowhere(tmp_path, 
 def test_every_seat_and_every_other_equally_often(text, num_envs, group):
     policies = ("nearest", "weakest", "hold")
     team = evaluate.Schedule(
-        envs.make("8m", num_envs=num_envs), SimpleNamespace(team=text, others=policies, seed=3, encounter=1)
+        envs.make("8m", num_envs=num_envs), SimpleNamespace(team=text, others=policies, seed=3, matches_per_partner=1)
     )  # fmt: skip
     team.begin(group)
     seats, times = Counter(), Counter()
@@ -193,7 +193,7 @@ def test_mixed_teams_are_of_different_others(runs):
     """With as many others as seats nobody plays twice in a team; and teams are not the same again and again."""
     names = ("nearest", "weakest", "kite", "hold")
     team = evaluate.Schedule(
-        envs.make("3m", num_envs=120), SimpleNamespace(team="2other1ego", others=names, seed=0, encounter=1)
+        envs.make("3m", num_envs=120), SimpleNamespace(team="2other1ego", others=names, seed=0, matches_per_partner=1)
     )  # fmt: skip
     team.begin("non-homologue")
     team.draw()
@@ -310,7 +310,7 @@ def test_scripts_with_a_model(runs, name, tmp_path):
     evaluate.main(args)
     rows = json.loads((args.out / "results.json").read_text())["rows"]
     assert [row["other"] for row in rows] == ["nearest", runs["qmix"], ego, "all", "mixed"]
-    wanted, use = "hit_ratio" if name == "omg_iql" else "action_accuracy", {"usage_within", "usage_across"}
+    wanted, use = "hit_ratio" if name == "omg_iql" else "action_accuracy", {"swap_same", "swap_other"}
     assert all(row["algorithm"] == name and wanted in row and use & row.keys() and row["episodes"] > 0 for row in rows)
     with Image.open(args.out / "match.gif") as video:
         assert video.n_frames > 1

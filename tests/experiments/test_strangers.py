@@ -16,7 +16,7 @@ from experiments import compare, evaluate, results, strangers
 from experiments.jobs import Evaluation
 
 MANIFEST = {
-    "env_id": "stag_hunt_4x4", "encounter": 5, "measure": "return",
+    "env_id": "stag_hunt_4x4", "matches_per_partner": 5, "measure": "return",
     "strangers": [{"policy": "NS", "lower": 1.0, "upper": 3.0}, {"policy": "run", "lower": -2.0, "upper": 2.0}],
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ def test_scores_lie_between_the_bounds(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "manifest.json").write_text(json.dumps(MANIFEST))
     bounds, stage = results.read_bounds(tmp_path / "manifest.json")
-    assert stage == {"env_id": "stag_hunt_4x4", "encounter": 5} and bounds == {
+    assert stage == {"env_id": "stag_hunt_4x4", "matches_per_partner": 5} and bounds == {
         "NS": ("return", 1.0, 3.0),
         str(tmp_path / "run"): ("return", -2.0, 2.0),
     }
@@ -59,8 +59,8 @@ def test_scores_lie_between_the_bounds(tmp_path):
 
 
 def test_scales_span_three_points_of_the_win_rate_or_3_percent_of_a_return():
-    assert [results.far_apart("win_rate", 0.0, upper) for upper in (0.02, 0.04)] == [False, True]
-    assert [results.far_apart("return", lower, -100.0) for lower in (-99.0, -102.0, -104.0)] == [False, False, True]
+    assert [results.has_headroom("win_rate", 0.0, upper) for upper in (0.02, 0.04)] == [False, True]
+    assert [results.has_headroom("return", lower, -100.0) for lower in (-99.0, -102.0, -104.0)] == [False, False, True]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"strangers": [{}]}', '{"strangers": 3, "measure": "return"}'])
@@ -72,7 +72,7 @@ def test_other_files_are_rejected(content, tmp_path):
 
 @pytest.mark.slow
 def test_a_set_is_made_and_used(tmp_path, monkeypatch, capsys):
-    stage = strangers.Stage("stag_hunt_4x4", ("NS",), ("NH",), ("iql",), encounter=2)
+    stage = strangers.Stage("stag_hunt_4x4", ("NS",), ("NH",), ("iql",), matches_per_partner=2)
     monkeypatch.setitem(strangers.STAGES, "stag-hunt", stage)
     monkeypatch.setattr(sys, "argv", ["strangers.py", "--stage", "stag-hunt", "--quick", "--out", str(tmp_path)])
     assert strangers.main() == 0
@@ -92,7 +92,7 @@ def test_a_set_is_made_and_used(tmp_path, monkeypatch, capsys):
     ego = str(tmp_path / scripted["response"])
     evaluate.main(evaluate.Args((ego,), bounds=tmp_path / "manifest.json", episodes=8, out=tmp_path / "test"))
     found = json.loads((tmp_path / "test" / "results.json").read_text())
-    assert found["args"]["encounter"] == stage.encounter == 2
+    assert found["args"]["matches_per_partner"] == stage.matches_per_partner == 2
     with pytest.raises(ValueError, match=r"manifest\.json are of stag_hunt_4x4, not of matrix_stag$"):
         evaluate.main(evaluate.Args(("random",), ("tft",), bounds=tmp_path / "manifest.json", env_id="matrix_stag"))
     rows = found["rows"]
@@ -184,7 +184,7 @@ def write_results(folder, score, rows=None, played=()):
     args |= {"pretrain_timesteps": 2_000_000} if "__omg" in folder.name else {}
     content = {"args": args, "versions": {"python": "3"}, "seconds": 1.0}
     content |= {"final": final, "best": final, "evals": [{"steps": step, **final} for step in (1, 2)]}
-    content |= {"encounter": {"return_1": score, "return_2": score + 1, "return_3": score + 2}}
+    content |= {"matches_per_partner": {"return_1": score, "return_2": score + 1, "return_3": score + 2}}
     folder.mkdir(parents=True)
     (folder / "results.json").write_text(json.dumps(content if rows is None else {**content, "rows": rows}))
 

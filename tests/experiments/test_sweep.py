@@ -625,7 +625,7 @@ def test_iqm_is_the_mean_of_the_middle_half():
 
 def test_students_quantiles():
     for freedom, expected in ((1, 12.7062), (2.5, 3.5599), (4, 2.7764), (9, 2.2622), (12, 2.1788), (100, 1.9840)):
-        assert results.student(freedom) == pytest.approx(expected, rel=0.01 if freedom != 2.5 else 0.02)
+        assert results.t_quantile(freedom) == pytest.approx(expected, rel=0.01 if freedom != 2.5 else 0.02)
 
 
 def test_the_interval_of_a_mean_varies_within_strata():
@@ -697,7 +697,7 @@ CODE = {"script.py": b"print('ours')", "envs/module.py": b"pass"}
 
 def run_on_node():
     """What a script printed, and the files that it has made."""
-    runner, code, made = cluster.Runner(CODE, {"run/checkpoint.pt": b"1"}, "script.py", []), None, {}
+    runner, code, made = cluster.NodeRunner(CODE, {"run/checkpoint.pt": b"1"}, "script.py", []), None, {}
     while code is None:
         code, _, files = runner.report()
         made |= files
@@ -780,7 +780,7 @@ for step in range(1, 400):
 @posix
 def test_what_comes_from_a_node_is_of_one_save(node, tmp_path):
     runner, root, steps, ended = (
-        cluster.Runner({"script.py": SAVES}, {}, "script.py", []),
+        cluster.NodeRunner({"script.py": SAVES}, {}, "script.py", []),
         tmp_path / "here",
         set(),
         None,

@@ -247,7 +247,7 @@ def test_a_folded_network_has_the_values_of_the_confederate(recurrence):
     for name, content in learner.exports().items():
         number = torch.full_like(seat, int(name.removeprefix("confederate_")))
         for key, networks in learner.networks().items():
-            agents = iql.Agents(iql.Args(hidden_dim=8, recurrence=recurrence), env)
+            agents = iql.QNetwork(iql.Args(hidden_dim=8, recurrence=recurrence), env)
             agents.load_state_dict(content["networks"][key])
             h = agents.init_hidden(4, SEATS)
             found = agents(obs, action, h, seat)
@@ -261,7 +261,7 @@ def test_a_run_plays_its_pairs(tmp_path):
     """The best response has the first seat, its confederate the others; each match has a pair drawn for it."""
     env = envs.make("stag_hunt_4x4", num_envs=6)
     run = write_run(tmp_path / "run", "brdiv", env, population_size=3, eval_episodes=12, final_eval_episodes=12)
-    agents = brdiv.Agents(brdiv.Args(population_size=3, hidden_dim=QUICK["hidden_dim"]), env)
+    agents = brdiv.QNetwork(brdiv.Args(population_size=3, hidden_dim=QUICK["hidden_dim"]), env)
     checkpoints.load_networks(run, env, {"target_agents": agents})
     runner = load_runner(run, env)
     obs, _ = env.reset(seed=1)
@@ -345,7 +345,7 @@ def same(one, other):
 
 @pytest.mark.slow
 def test_a_run_is_resumed_exactly_and_its_confederates_play(tmp_path):
-    options = OPTIONS | {"checkpoint_at": (0.5,)}
+    options = OPTIONS | {"keep_checkpoints": (0.5,)}
     whole = train("brdiv", tmp_path / "whole", **options)["run"].folder
     folder = stopped("brdiv", tmp_path / "parts", **options)
     assert (folder / "confederate_1" / "checkpoint.pt").exists()  # with every save

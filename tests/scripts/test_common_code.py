@@ -10,13 +10,13 @@ from helpers import MODEL_SCRIPTS, POLICY_SCRIPTS, POPULATION_SCRIPTS, ROOT, SCR
 # the only names that may have different contents in two scripts
 OF_TEAM_SCRIPTS = {"FIELDS", "check_args", "Learner.__init__", "Learner.networks", "Learner.mix", "Learner.loss"}
 OF_MODEL_SCRIPTS = {
-    "FIELDS", "check_args", "make_team", "analyse", "load_player", "Args.team", "Args.latent_dim", "Agents.__init__",
+    "FIELDS", "check_args", "make_team", "analyse", "load_player", "Args.team", "Args.latent_dim", "QNetwork.__init__",
     "OpponentModel.__init__", "OpponentModel.forward", "OpponentModel.unroll", "Player.__init__", "Player.reset",
-    "Player.act", "Learner.__init__", "Learner.networks", "Learner.model_loss", "Learner.update", "Agents.forward",
+    "Player.act", "Learner.__init__", "Learner.networks", "Learner.model_loss", "Learner.update", "QNetwork.forward",
 }  # fmt: skip
 OF_COMA = {  # that it has neither in common with those that learn values nor with other policy gradients
     "FIELDS", "PYMARL", "check_args", "load_player", "Args.num_envs", "Args.learning_rate", "Args.start_e",
-    "Args.end_e", "Args.tau", "Args.td_lambda", "Agents.forward", "Critic.__init__", "Player.__init__", "Player.act",
+    "Args.end_e", "Args.tau", "Args.td_lambda", "QNetwork.forward", "Critic.__init__", "Player.__init__", "Player.act",
     "Learner.__init__", "Learner.networks", "Learner.learn", "Learner.estimate", "Learner.loss", "Learner.update",
 }  # fmt: skip
 OF_ALL_SCRIPTS = OF_TEAM_SCRIPTS | OF_MODEL_SCRIPTS
@@ -27,7 +27,7 @@ OF_POLICY_SCRIPTS = {  # that they do not have in common with those that learn v
 }  # fmt: skip
 OF_POPULATION_SCRIPTS = {  # that they do not have in common with iql.py
     "FIELDS", "check_args", "load_player", "Args.num_envs", "Args.total_timesteps",
-    "Args.buffer_size", "Args.train_frequency", "Agents.__init__", "Agents.init_hidden", "Agents.forward",
+    "Args.buffer_size", "Args.train_frequency", "QNetwork.__init__", "QNetwork.init_hidden", "QNetwork.forward",
     "Player.__init__", "Player.act", "Learner.loss",
 }  # fmt: skip
 LINES = {
@@ -117,10 +117,11 @@ def test_populations_share_the_code_of_independent_learners(name):
 
 
 def test_coma_shares_the_code_of_the_others():
-    own, others = definitions("coma"), [definitions(name) for name in (*TEAM_SCRIPTS, *POLICY_SCRIPTS)]
+    own = {key.replace("Policy.", "QNetwork."): text for key, text in definitions("coma").items()}
+    others = [definitions(name) for name in (*TEAM_SCRIPTS, *POLICY_SCRIPTS)]
     shared = {key for key in own if any(key in other for other in others)}
     equal = {key for key in shared if any(other.get(key) == own[key] for other in others)}
-    assert {"Agents.__init__", "lambda_returns", "gather_q"} <= equal
+    assert {"QNetwork.__init__", "lambda_returns", "gather_q"} <= equal
     assert shared - equal == OF_COMA
 
 

@@ -112,7 +112,7 @@ def test_omg_learns_in_a_team_with_copies(copies, monkeypatch, one_thread):
     _, results = results_of(folder, "with_copies/3m__omg_iql__1__*")
     assert results["algorithm"] == "omg_iql" and results["updates"] > 0
     assert set(results["omg"]) >= {"hit_ratio", "active_dims"}
-    assert {"usage_within", "usage_across"} & set(results["omg"])
+    assert {"swap_same", "swap_other"} & set(results["omg"])
 
 
 @pytest.mark.slow

@@ -58,13 +58,13 @@ IDS = ("stag_hunt", "snowdrift_4x4", "3m", "kuhn", "matrix_ipd", "coin_game", "F
 @EVERY_DEVICE
 @pytest.mark.parametrize("env_id", IDS)
 def test_a_copy_of_a_match_goes_on_like_the_match(env_id, device):
-    env = envs.make(env_id, 12, device, seed=3, encounters=2, check=False)
+    env = envs.make(env_id, 12, device, seed=3, matches_per_episode=2, check=False)
     env.reset()
     for _ in range(3):
         env.step(env.scripted_actions(env.policies[0]))
     rows = torch.tensor([7, 0, 7, 11, 3, 1, 9, 0, 4], device=device)
-    copies = env.fork(len(rows))
-    copies.load(env.match_state(), rows)
+    copies = env.make_copy(len(rows))
+    copies.set_state(env.match_state(), rows)
     assert torch.equal(copies.obs, env.obs[rows]) and torch.equal(copies.info["avail"], env.info["avail"][rows])
     untouched = env.snapshot()
     for _ in range(5):
@@ -74,9 +74,9 @@ def test_a_copy_of_a_match_goes_on_like_the_match(env_id, device):
     stored = {name: values.clone() for name, values in env.match_state().items()}
     actions = env.scripted_actions(env.policies[0]).clone()
     _, reward, terminated, *_ = env.step(actions)
-    copies.load(stored, rows, look=False, same_chance=True)
+    copies.set_state(stored, rows, look=False, same_chance=True)
     _, again, ended, *_ = copies.step(actions[rows])
-    going_on = env.info["encounter"][rows] == 0  # a match of a copy ends; the other goes on with the next one
+    going_on = env.info["match_index"][rows] == 0  # a match of a copy ends; the other goes on with the next one
     assert torch.equal(again, reward[rows]) and torch.equal(ended[going_on], terminated[rows][going_on])
     assert torch.equal(copies.obs[going_on], env.obs[rows][going_on])
 
@@ -88,13 +88,13 @@ def test_copies_do_not_foretell_what_chance_brings(env_id, drawn, device):
     env = envs.make(env_id, 2, device, seed=3, check=False)
     env.reset()
     rows = torch.arange(6000, device=device) % 2
-    copies, again, keys = env.fork(6000), env.fork(6000), []
+    copies, again, keys = env.make_copy(6000), env.make_copy(6000), []
     preference = torch.rand(20, env.n_agents, env.n_actions, device=device) + 0.1
     for t in range(20):
         before = env.snapshot()
-        again.load(env.match_state(), rows)
+        again.set_state(env.match_state(), rows)
         if t == 0:
-            copies.load(env.match_state(), rows)
+            copies.set_state(env.match_state(), rows)
             assert torch.equal(again.match_state()["match"], copies.match_state()["match"])  # by what is saved alone
         assert torch.equal(again.obs, env.obs[rows])
         for name, values in env.snapshot().items():
@@ -115,8 +115,8 @@ def test_copies_have_the_same_chance_on_cuda():
     for device in ("cpu", "cuda"):
         env = envs.make("coin_game", 5, device, seed=1, check=False)
         env.reset()
-        copies = env.fork(64)
-        copies.load(env.match_state(), torch.arange(64, device=device) % 5)
+        copies = env.make_copy(64)
+        copies.set_state(env.match_state(), torch.arange(64, device=device) % 5)
         keys.append(copies.match_state()["match"].cpu())
     assert torch.equal(*keys)
 
@@ -124,7 +124,7 @@ def test_copies_have_the_same_chance_on_cuda():
 def test_the_real_game_has_no_copies():
     env = SimpleNamespace(simulated=False, name="sc2/3m")
     with pytest.raises(ValueError, match="sc2/3m: matches of the real game cannot be copied"):
-        envs.batch.Batch.fork(env, 3)
+        envs.batch.Batch.make_copy(env, 3)
 
 
 # ---- trees ----
@@ -222,12 +222,12 @@ def test_trees_are_those_of_plain_loops(env_id, depth, node_value, rollout_steps
     seat, own_goal = seat % env.n_agents, own_goal if env.goals else torch.full_like(own_goal, -1)
     belief = torch.rand(4, env.n_agents, goals).log()
     policy, q = search.plan(env, match, seat, own_goal, belief)
-    single, deepest, alike = env.fork(1), 0, []
+    single, deepest, alike = env.make_copy(1), 0, []
     for i in range(4):
         goal = belief[i].argmax(-1)[(seat[i] + torch.arange(1, env.n_agents)) % env.n_agents]
         found, expected = [], []
         for tree in (2 * i, 2 * i + 1):
-            single.load(env.match_state(), match[i : i + 1])
+            single.set_state(env.match_state(), match[i : i + 1])
             keys = search.states["match"][:61, tree, KEY].unique()
             assert len(keys) == 1 and keys not in env.match_state()["match"][:, KEY]  # one scenario, but not what comes
             single.match_state()["match"][:, KEY] = keys
@@ -376,7 +376,7 @@ def test_belief_in_the_others_goal_rises_above_nine_tenths(others, goal, intra):
 @pytest.mark.parametrize(("inter", "options"), [(True, {}), (False, {}), (True, {"belief_decay": 0.0})])
 def test_goals_reached_in_an_encounter_move_the_prior_of_the_next_match(inter, options):
     env = envs.make("stag_hunt_4x4", 8, seed=1, check=False)
-    team = Team(env, "2NH1RAND1learner", encounter=4)
+    team = Team(env, "2NH1RAND1learner", matches_per_partner=4)
     player = player_in(env, team, sims=0, trees=1, inter_belief=inter, **options)
     decay = options.get("belief_decay", 0.8)
     runner, seen = EpisodeRunner(env, team, player, ("all_alive", "all_action", "belief")), set()
@@ -501,7 +501,13 @@ def test_who_may_leave_earns_what_the_rules_allow():
 # ---- runs ----
 def test_a_run_completes_resumes_and_is_played(tmp_path, monkeypatch):
     env_id = "stag_hunt_4x4,limit=8"
-    options = {"env_id": env_id, "total_timesteps": 80, "eval_interval": 40, "team": "2NH2learner", "encounter": 2}
+    options = {
+        "env_id": env_id,
+        "total_timesteps": 80,
+        "eval_interval": 40,
+        "team": "2NH2learner",
+        "matches_per_partner": 2,
+    }
     names = train("hop", tmp_path / "whole", **options)
     folder = names["run"].folder
     results = json.loads((folder / "results.json").read_text())
@@ -531,7 +537,7 @@ def test_a_run_completes_resumes_and_is_played(tmp_path, monkeypatch):
         ({"belief_decay": 1.1}, "--belief-decay is"),
         ({"gamma": 0.0}, "--gamma is above 0, not 0.0"),
         ({"sims": 10**6}, "--sims is at most 8192"),
-        ({"n_agents": 1, "env_id": "stag_hunt_4x4"}, "--n-agents 1: there is nobody to model"),
+        ({"n_agents": 1, "env_id": "stag_hunt_4x4"}, "--n-agents is at least 2: there is no other agent to model"),
     ],
 )
 def test_what_cannot_be_planned_is_rejected(options, message):
@@ -571,4 +577,4 @@ def test_options_about_others_are_refused_where_there_are_none():
     for options, name in (({"seat": 1}, "--seat"), ({"teammate_epsilon": 0.3}, "--teammate-epsilon")):
         with pytest.raises(SystemExit, match=f"{name} is for a learner among others"):
             make_args(team="self", **options)
-    assert make_args(team="self", encounter=5).encounter == 5  # beliefs last for it
+    assert make_args(team="self", matches_per_partner=5).matches_per_partner == 5  # beliefs last so long

@@ -23,7 +23,7 @@ import omg_iql
 from training import checkpoints
 from training.episodes import EpisodeRunner, load_runner, visible_last_action
 from training.graphs import SideStream
-from training.metrics import exchanged, halves, hit_ratio, last_alive_row, linear_probe, place_errors, usage
+from training.metrics import exchanged, hit_ratio, last_alive_row, linear_probe, place_errors, split_by_seat, usage
 from training.run import Run
 from training.team import Team
 
@@ -575,7 +575,7 @@ def test_the_last_row_of_a_life():
 def test_an_oracle_is_told_whom_pretraining_watches(tmp_path):
     """Whoever plays then; runs can be among them."""
     run = write_run(tmp_path / "run", "qmix", envs.make("stag_hunt_4x4"))
-    team = {"env_id": "stag_hunt_4x4", "team": "2qmix1NS1omg", "pool": run, "tell_who": True}
+    team = {"env_id": "stag_hunt_4x4", "team": "2qmix1NS1omg", "pool": run, "oracle": True}
     names = train("omg_iql", tmp_path / "runs", total_timesteps=1, **team)
     runner, size = names["pretrain_runner"], names["plain_env"].obs_dim
     runner.play()
@@ -721,9 +721,9 @@ def test_usage_is_what_depends_on_the_policies(told, within, across):
     inferred = torch.nn.functional.one_hot(action, 4).float()
     found = usage(ActsAsInferred(), batch, learner.inputs(batch), inferred)
     tolerance = 0 if told == 1 else 0.03
-    assert found["usage_within"] == pytest.approx(within, abs=tolerance)
-    assert found["usage_across"] == pytest.approx(across, abs=tolerance)
-    assert found["usage"] == pytest.approx(found["usage_across"] - found["usage_within"])
+    assert found["swap_same"] == pytest.approx(within, abs=tolerance)
+    assert found["swap_other"] == pytest.approx(across, abs=tolerance)
+    assert found["usage"] == pytest.approx(found["swap_other"] - found["swap_same"])
     batch["avail"][..., 1:] = False  # there is nothing to choose
     assert set(usage(ActsAsInferred(), batch, learner.inputs(batch), inferred).values()) == {0.0}
 
@@ -741,7 +741,7 @@ def test_what_is_inferred_behind_an_end_is_not_exchanged():
 
 def test_both_halves_of_the_matches_have_every_seat():
     seat = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2]).unsqueeze(1)
-    half = halves(seat)
+    half = split_by_seat(seat)
     assert [int((seat[half] == k).sum()) for k in range(3)] == [2, 2, 2]
 
 
@@ -750,7 +750,7 @@ def test_a_single_match_has_no_metrics_that_take_two():
     runner.play(1.0)
     of_codes = {"active_dims", "noise_share", "hit_ratio", "place_error", "place_error_still", "place_error_moving"}
     kinds = {f"{name}{end}" for name in ("teammate_probe", "next_action_probe") for end in ("", "_view")}
-    assert runner.player.analyse(runner.selection()).keys() == of_codes | kinds | {"usage_within"}
+    assert runner.player.analyse(runner.selection()).keys() == of_codes | kinds | {"swap_same"}
     assert runner.player.analyse(runner.selection(slice(1))).keys() == of_codes
 
 

@@ -415,14 +415,14 @@ def test_metrics_of_the_last_round(name):
     episodes = runner.selection(slice(5))
     metrics = runner.player.analyse(episodes)
     expected = reference.plain_losses(name, learner, episodes)
-    assert metrics["action_accuracy"] == pytest.approx(expected["correct"], abs=1e-6) and "usage_within" in metrics
+    assert metrics["action_accuracy"] == pytest.approx(expected["correct"], abs=1e-6) and "swap_same" in metrics
     for key in ("obs_error", "policy_accuracy"):
         assert metrics.get(key) == (pytest.approx(expected[key], rel=1e-4) if key in expected else None)
-    assert "usage_within" not in runner.player.analyse(runner.selection(slice(1)))
+    assert "swap_same" not in runner.player.analyse(runner.selection(slice(1)))
     with torch.no_grad():  # a Q-network that ignores what is inferred
         inferred = learner.agents.fc1.in_features - runner.env.obs_dim - runner.env.n_actions - runner.env.n_agents
         learner.target_agents.fc1.weight[:, -inferred:] = 0
-    assert runner.player.analyse(episodes)["usage_within"] == 0
+    assert runner.player.analyse(episodes)["swap_same"] == 0
 
 
 # ---- whole runs ----
@@ -475,7 +475,7 @@ def test_a_run_on_3m_with_8_agents_with_a_video(name, tmp_path):
     found = results(folder)
     metrics = found["omg" if name == "omg_iql" else "om"]
     assert found["complete"] and found["final"]["episodes"] == 8 and found["updates"] > 0
-    assert {"usage_within", "usage_across"} & metrics.keys()
+    assert {"swap_same", "swap_other"} & metrics.keys()
     if name == "omg_iql":
         assert 0 <= metrics["hit_ratio"] <= 1 and {"teammate_probe", "next_action_probe"} <= metrics.keys()
     else:
@@ -502,7 +502,7 @@ OMG_OPTIONS = [
     OTHER_OPTIONS[0] | {"subgoal_input": "state", "selector": "random", "predict": "features"},
     OTHER_OPTIONS[1] | {"selector": "3", "q_subgoal": "inferred", "horizon": 1},
     {"env_id": "3m", "n_agents": 8, "team": "6nearest2omg", "inference": "mlp", "selector": "next"}
-    | {"q_subgoal": "selected", "bootstrap_subgoal": "same", "tell_who": True},
+    | {"q_subgoal": "selected", "bootstrap_subgoal": "same", "oracle": True},
     {"env_id": "stag_hunt_4x4", "seat": "2", "mix_start": 1.0, "mix_fraction": 1.0}
     | {"paper": True, "subgoal_mode": "conservative"},
 ]
@@ -512,7 +512,7 @@ OMG_OPTIONS = [
     ("name", "options"),
     [
         *((name, options) for name in BASELINES[:-1] for options in OTHER_OPTIONS),
-        *(("belief_iql", {**options, "team": "scripted", "encounter": 2}) for options in OTHER_OPTIONS),
+        *(("belief_iql", {**options, "team": "scripted", "matches_per_partner": 2}) for options in OTHER_OPTIONS),
         *(("omg_iql", options) for options in OMG_OPTIONS),
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("team", value["env_id"]),
@@ -608,7 +608,7 @@ COMMON_ERRORS = [
     ({"teammate_epsilon": 2.0}, "--teammate-epsilon is from 0 to 1"),
     ({"checkpoint_interval": -1.0}, "--checkpoint-interval is from 0 up"),
     ({"team": "1learner"}, "--team 1learner: team '1learner' has 1 seats, but 3m has 3"),
-    ({"env_id": "stag_hunt_4x4", "n_agents": 1}, "--n-agents 1: there is nobody to model"),
+    ({"env_id": "stag_hunt_4x4", "n_agents": 1}, "--n-agents is at least 2: there is no other agent to model"),
 ]
 OMG_ERRORS = [
     ({"selector": "best"}, "value, random, next or a number from 1 up, not best"),
@@ -648,7 +648,7 @@ class TwoGoals:
     name, policies, simulated, team_reward, ego_first = "two_goals", ("left", "right"), True, False, False
     return_scale, about_others = 5.0, torch.ones(9, dtype=torch.bool)
     n_agents, n_actions, obs_dim, state_dim, episode_limit = 2, 2, 9, 1, 6
-    encounters, leaving_ends, sides, default_others = 1, True, None, ()
+    matches_per_episode, leaving_ends, sides, default_others = 1, True, None, ()
 
     def __init__(self, num_envs):
         self.num_envs, self.device, self.t = num_envs, CPU, 0
@@ -718,8 +718,8 @@ def two_goals(name, **options):
     for agents in (learner.agents, learner.target_agents):
         agents.rnn = WithoutMemory(agents.rnn)
     runners = []
-    for stand_in in (False, True):
-        team = Team(env, seed=1, stand_in=stand_in)
+    for teammates_everywhere in (False, True):
+        team = Team(env, seed=1, teammates_everywhere=teammates_everywhere)
         networks = (learner.agents,) if name == "iql" else (learner, learner.agents)
         player = module.Player(*networks, team.learner_seats)
         runners.append(EpisodeRunner(env, team, player, dict.fromkeys((*module.FIELDS, "terminated"))))
@@ -731,7 +731,7 @@ def test_metrics_of_an_environment_without_places():
     runner.play(0.0)
     metrics = runner.player.analyse(runner.selection())
     kinds = {f"{name}{end}" for name in ("teammate_probe", "next_action_probe") for end in ("", "_view")}
-    assert metrics.keys() == {"active_dims", "noise_share", "usage", "usage_within", "usage_across"} | kinds
+    assert metrics.keys() == {"active_dims", "noise_share", "usage", "swap_same", "swap_other"} | kinds
     assert metrics["teammate_probe"] > 0.8  # even random weights remember the other's actions, which tell who it is
     assert metrics["teammate_probe"] > metrics["next_action_probe"] > 0.8  # which are asked for in the first step too
 

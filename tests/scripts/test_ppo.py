@@ -345,7 +345,7 @@ def test_with_team_mates_matches_start_anew_at_once(tmp_path):
     """Team-mates stay for a round of several matches, each of which they begin without a memory of the last."""
     env = envs.make("stag_hunt_4x4", num_envs=6, seed=3)
     pool = [write_run(tmp_path / str(seed), "iql", env, seed) for seed in (1, 2)]
-    agents = [iql.Agents(iql.Args(**QUICK), env) for _ in pool]
+    agents = [iql.QNetwork(iql.Args(**QUICK), env) for _ in pool]
     for run, network in zip(pool, agents):
         checkpoints.load_networks(run, env, {"target_agents": network})
     team = Team(env, "3other1learner", pool=pool, mix=True)
@@ -419,8 +419,8 @@ def test_a_run_stopped_after_every_rollout_equals_one_that_was_not(name, complet
 @pytest.mark.parametrize(
     ("other", "options"),
     [
-        pytest.param("iql", {"encounter": 2}, marks=pytest.mark.slow),
-        ("liam_iql", {"encounter": 2, "keep_memory": True, "tell_who": True}),
+        pytest.param("iql", {"matches_per_partner": 2}, marks=pytest.mark.slow),
+        ("liam_iql", {"matches_per_partner": 2, "persist_hidden": True, "oracle": True}),
     ],
 )
 def test_a_run_among_others_is_resumed_exactly(other, options, tmp_path):
@@ -428,7 +428,7 @@ def test_a_run_among_others_is_resumed_exactly(other, options, tmp_path):
     env = envs.make("stag_hunt_4x4", num_envs=4)
     pool = write_run(tmp_path / other, other, env)
     options |= {"env_id": env.name, "team": f"1NH2{other}1learner", "pool": [pool], "total_timesteps": 200}
-    options |= {"teammate_epsilon": (0.1, 0.5), "checkpoint_at": (0.5, 1)}
+    options |= {"teammate_epsilon": (0.1, 0.5), "keep_checkpoints": (0.5, 1)}
     whole = train("ippo", tmp_path / "whole", **options)["run"].folder
     assert {path.name for path in whole.glob("at-*")} == {"at-0.5", "at-1"}
     if other == "iql":

@@ -495,7 +495,7 @@ def test_coma_finds_the_best_of_a_matrix_game():
     ("name", "options"),
     [
         ("coma", {}),
-        pytest.param("coma", {"team": "2nearest1learner", "encounter": 2}, marks=pytest.mark.slow),
+        pytest.param("coma", {"team": "2nearest1learner", "matches_per_partner": 2}, marks=pytest.mark.slow),
         pytest.param("coma", {"mask_before_softmax": False, "share_parameters": False}, marks=pytest.mark.slow),
         pytest.param("coma", {"env_id": "stag_hunt_4x4"}, marks=pytest.mark.slow),
         pytest.param("qtran", {"alt": True, "env_id": "stag_hunt_4x4"}, marks=pytest.mark.slow),

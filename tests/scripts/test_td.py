@@ -312,7 +312,7 @@ def test_single_steps_equal_an_unrolled_episode(share):
 def test_layers_for_each_seat_equal_those_of_torch():
     """A seat's own network computes what the shared one does with the same weights."""
     env = SimpleNamespace(n_agents=1, n_actions=ACTIONS, obs_dim=6, device=CPU)
-    shared, own = (iql.Agents(iql.Args(hidden_dim=8, share_parameters=share), env) for share in (True, False))
+    shared, own = (iql.QNetwork(iql.Args(hidden_dim=8, share_parameters=share), env) for share in (True, False))
     rnn = {name: getattr(shared.rnn, f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
     with torch.no_grad():
         for layer, weight, bias in (
@@ -521,7 +521,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_reported(monkeypatch):
 
 # ---- playing ----
 def make_runner(env, agents=None, fields=()):
-    agents = iql.Agents(iql.Args(hidden_dim=8), env) if agents is None else agents
+    agents = iql.QNetwork(iql.Args(hidden_dim=8), env) if agents is None else agents
     team = Team(env, "self")
     return EpisodeRunner(env, team, iql.Player(agents, team.learner_seats), fields)
 

@@ -18,7 +18,7 @@ from experiments import evaluate
 from training import checkpoints
 from training.episodes import EpisodeRunner, Inputs, RandomPlayer, load_runner
 from training.metrics import calibration
-from training.oracle import TellWho
+from training.oracle import PartnerOracle
 from training.team import Team
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,7 +31,7 @@ IPD = {"env_id": "matrix_ipd,limit=25", "team": "scripted", "total_timesteps": 4
 def test_an_encounter_is_the_matches_of_a_batch_without_encounters(env_id, autoreset):
     """One after the other: the same observations, rewards and ends, but the end of an episode comes with the last."""
     single = envs.make(env_id, num_envs=4, seed=3, autoreset=True)
-    batch = envs.make(env_id, num_envs=4, seed=3, encounters=3, autoreset=autoreset)
+    batch = envs.make(env_id, num_envs=4, seed=3, matches_per_episode=3, autoreset=autoreset)
     assert batch.episode_limit == 3 * single.episode_limit and batch.match_limit == single.match_limit
     obs, info = batch.reset()
     torch.testing.assert_close(obs, single.reset()[0], rtol=0, atol=0)
@@ -49,10 +49,10 @@ def test_an_encounter_is_the_matches_of_a_batch_without_encounters(env_id, autor
         assert torch.equal(reward[running], expected[1][running])
         goes_on = running & ~last
         assert torch.equal(obs[goes_on], expected[0][goes_on])
-        assert torch.equal(info["encounter"][goes_on], matches[goes_on])
+        assert torch.equal(info["match_index"][goes_on], matches[goes_on])
         assert torch.equal(info["avail"][goes_on], expected[4]["avail"][goes_on])
         if autoreset:
-            assert (info["encounter"][last] == 0).all() and torch.equal(obs[last], expected[0][last])
+            assert (info["match_index"][last] == 0).all() and torch.equal(obs[last], expected[0][last])
             assert torch.equal(info["final_obs"][last], expected[4]["final_obs"][last])
         ended |= last
         if ended.all():
@@ -62,28 +62,28 @@ def test_an_encounter_is_the_matches_of_a_batch_without_encounters(env_id, autor
 
 def test_what_cannot_be_an_encounter():
     for number in (0, -1, 1.5, True, "3", 10**9):
-        with pytest.raises(ValueError, match="encounters is a whole number from 1 to 10000"):
-            envs.make("3m", encounters=number)
+        with pytest.raises(ValueError, match="matches_per_episode is a whole number from 1 to 10000"):
+            envs.make("3m", matches_per_episode=number)
 
 
 def test_an_encounter_is_saved_with_its_number():
-    batch, other = (envs.make("matrix_ipd", num_envs=3, seed=seed, encounters=2) for seed in (1, 2))
+    batch, other = (envs.make("matrix_ipd", num_envs=3, seed=seed, matches_per_episode=2) for seed in (1, 2))
     batch.reset()
     other.reset()
     for _ in range(batch.match_limit + 5):
         batch.step(batch.scripted_actions("random"))
     saved = batch.snapshot()
-    assert (saved["encounter"] == 1).all()
+    assert (saved["match_index"] == 1).all()
     other.restore(saved)
     assert torch.equal(other.step(other.scripted_actions("random"))[1], batch.step(batch.scripted_actions("random"))[1])
-    with pytest.raises(ValueError, match="encounter"):
-        other.restore({**saved, "encounter": torch.full((3,), 2)})
+    with pytest.raises(ValueError, match="match_index"):
+        other.restore({**saved, "matches_per_partner": torch.full((3,), 2)})
 
 
 # ---- the others ----
 def test_others_stay_for_as_many_rounds_as_an_encounter_has():
     env = envs.make("matrix_ipd", num_envs=64)
-    runner = EpisodeRunner(env, Team(env, encounter=3), RandomPlayer())
+    runner = EpisodeRunner(env, Team(env, matches_per_partner=3), RandomPlayer())
     drawn = []
     for _ in range(7):
         runner.play()
@@ -94,7 +94,7 @@ def test_others_stay_for_as_many_rounds_as_an_encounter_has():
 
 def test_others_start_anew_in_every_match_of_an_encounter():
     """Networks among the others forget the match before: their last action is none."""
-    env = envs.make("matrix_ipd", num_envs=2, encounters=2)
+    env = envs.make("matrix_ipd", num_envs=2, matches_per_episode=2)
     runner, seen = EpisodeRunner(env, Team(env), RandomPlayer()), []
     joint_action = runner.team.joint_action
     runner.team.joint_action = lambda action, last: seen.append(last.clone()) or joint_action(action, last)
@@ -104,7 +104,7 @@ def test_others_start_anew_in_every_match_of_an_encounter():
 
 
 def test_returns_by_match_add_up_to_the_episode():
-    env = envs.make("matrix_ipd", num_envs=16, encounters=3)
+    env = envs.make("matrix_ipd", num_envs=16, matches_per_episode=3)
     runner = EpisodeRunner(env, Team(env), RandomPlayer())
     returns, _, _ = runner.evaluate(16)
     assert list(runner.match_returns) == ["return_1", "return_2", "return_3"]
@@ -114,10 +114,10 @@ def test_returns_by_match_add_up_to_the_episode():
 
 
 # ---- runs ----
-@pytest.mark.parametrize(("name", "keep_memory"), [("iql", True), ("iql", False), ("belief_iql", False)])
+@pytest.mark.parametrize(("name", "persist_hidden"), [("iql", True), ("iql", False), ("belief_iql", False)])
 @pytest.mark.slow
-def test_a_run_with_encounters_resumes_exactly(name, keep_memory, tmp_path):
-    options = {**IPD, "encounter": 2, "keep_memory": keep_memory}
+def test_a_run_with_encounters_resumes_exactly(name, persist_hidden, tmp_path):
+    options = {**IPD, "matches_per_partner": 2, "persist_hidden": persist_hidden}
     whole = train(name, tmp_path / "whole", **options)["run"].folder
     folder = stopped(name, tmp_path / "stopped", **options)
     train(name, tmp_path / "stopped", resume=folder, **options)
@@ -135,7 +135,7 @@ def test_values_reach_from_one_match_to_the_next(monkeypatch):
     lambda_returns = iql.lambda_returns
     monkeypatch.setattr(iql, "lambda_returns", lambda *a: seen.append(a[2].squeeze(-1)) or lambda_returns(*a))
     for encounters in (1, 3):
-        env = envs.make("stag_hunt_4x4", num_envs=8, encounters=encounters)
+        env = envs.make("stag_hunt_4x4", num_envs=8, matches_per_episode=encounters)
         args = iql.Args(**QUICK, env_id="stag_hunt_4x4", team="scripted")
         team, learner = Team(env), iql.Learner(args, env)
         runner = EpisodeRunner(env, team, iql.Player(learner.agents, team.learner_seats), iql.FIELDS)
@@ -149,9 +149,9 @@ def test_values_reach_from_one_match_to_the_next(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_that_keeps_its_memory_plays_single_matches_and_encounters(tmp_path):
-    folder = train("iql", tmp_path, **IPD, encounter=2, keep_memory=True)["run"].folder
+    folder = train("iql", tmp_path, **IPD, matches_per_partner=2, persist_hidden=True)["run"].folder
     for encounters in (1, 2):
-        env = envs.make(IPD["env_id"], num_envs=4, seed=5, encounters=encounters)
+        env = envs.make(IPD["env_id"], num_envs=4, seed=5, matches_per_episode=encounters)
         runner = load_runner(folder, env, Team(env, "1tft1learner"))
         episodes = runner.play()
         returns, lengths = episodes.returns, episodes.lengths
@@ -176,7 +176,7 @@ def test_a_run_that_keeps_its_memory_plays_single_matches_and_encounters(tmp_pat
     ],
 )
 def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
-    learner, runner = make_runner("belief_iql", env_id, team, encounter=3, carry_belief=carry_belief)
+    learner, runner = make_runner("belief_iql", env_id, team, matches_per_partner=3, carry_belief=carry_belief)
     model, total = learner.model, None
     for number in range(4):
         lengths = runner.play(0.5).lengths
@@ -199,7 +199,7 @@ def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
 
 
 def test_how_good_a_belief_is_is_counted_by_the_number_of_the_match():
-    learner, runner = make_runner("belief_iql", "stag_hunt_4x4", "1NS1NH2learner", encounter=2, seat="0")
+    learner, runner = make_runner("belief_iql", "stag_hunt_4x4", "1NS1NH2learner", matches_per_partner=2, seat="0")
     played, play, used = [], runner.play, learner.used.tolist()
     policy = runner.team.policy_id
 
@@ -250,7 +250,7 @@ BAYES = {
 def test_a_belief_comes_close_to_exact_bayes(env_id):
     """In every match of an encounter, although the learner's actions repeat what earlier matches showed."""
     torch.manual_seed(1)
-    sizes = {"num_envs": 256, "batch_size": 64, "buffer_size": 2048, "encounter": 4, "q_features": 0}
+    sizes = {"num_envs": 256, "batch_size": 64, "buffer_size": 2048, "matches_per_partner": 4, "q_features": 0}
     args = belief_iql.Args(env_id=env_id, team="1other1learner", pool=BAYES[env_id], **sizes)
     env = belief_iql.make_env(args, args.num_envs, torch.device("cpu"), "test")
     team, cards, step = belief_iql.make_team(args, env, "test"), [], env.step
@@ -304,7 +304,7 @@ def test_a_belief_comes_close_to_exact_bayes(env_id):
 
 
 def test_a_belief_of_team_mates_is_not_kept():
-    _, runner = make_runner("belief_iql", "matrix_ipd", "scripted", encounter=3)
+    _, runner = make_runner("belief_iql", "matrix_ipd", "scripted", matches_per_partner=3)
     player, env = runner.player, runner.env
     inputs = Inputs(*(runner.team.select(x) for x in (env.obs, env.info["avail"], env.actions)), env.actions,
                     runner.team.learner_seats, visible_last_action=env.actions.unsqueeze(1))  # fmt: skip
@@ -317,10 +317,14 @@ def test_a_belief_of_team_mates_is_not_kept():
 @pytest.mark.parametrize("name", ["belief_iql", "iql"])
 def test_cross_play_tells_the_matches_of_an_encounter_apart(name, tmp_path):
     """For a run with a belief, whose matches are episodes, and for one that keeps its memory through one episode."""
-    options = {"encounter": 3, "policies": 5} if name == "belief_iql" else {"encounter": 3, "keep_memory": True}
+    options = (
+        {"matches_per_partner": 3, "policies": 5}
+        if name == "belief_iql"
+        else {"matches_per_partner": 3, "persist_hidden": True}
+    )
     run = str(write_run(tmp_path / "run", name, envs.make("matrix_ipd"), **options))
     others = ("tft", "grim", "all_d")
-    args = evaluate.Args((run,), others, episodes=4, num_envs=6, encounter=3, out=tmp_path / "out")
+    args = evaluate.Args((run,), others, episodes=4, num_envs=6, matches_per_partner=3, out=tmp_path / "out")
     egos = evaluate.find([run])
     evaluate.check_args(args, egos)
     rows = evaluate.evaluate(args, run, egos[run], len(others))
@@ -334,7 +338,7 @@ def test_cross_play_tells_the_matches_of_an_encounter_apart(name, tmp_path):
 
 def test_evaluations_play_encounters_to_their_end():
     env = envs.make("matrix_ipd", num_envs=4)
-    runner = EpisodeRunner(env, Team(env, encounter=3), RandomPlayer())
+    runner = EpisodeRunner(env, Team(env, matches_per_partner=3), RandomPlayer())
     for count, played in ((4, 12), (13, 24)):
         assert len(runner.evaluate(count)[0]) == played and runner.rounds % 3 == 0
     runner.play()  # an evaluation that was stopped in an encounter
@@ -350,7 +354,7 @@ def test_evaluations_play_encounters_to_their_end():
 def test_an_oracle_is_told_who_the_others_are():
     env = envs.make("stag_hunt_4x4", num_envs=12)
     team = Team(env, "2NS1NH1learner")
-    told = TellWho(env, team)
+    told = PartnerOracle(env, team)
     runner = EpisodeRunner(told, team, RandomPlayer(), ("obs",))
     runner.play()
     who = runner.episodes["obs"][:, :, 0, env.obs_dim :].view(-1, 12, 3, 2)
@@ -365,23 +369,23 @@ def test_an_oracle_is_told_who_the_others_are():
 @pytest.mark.parametrize("name", ["foraging_orders", "stag_hunt_4x4", "snowdrift", "coin_game", "popp", "3m", "kuhn"])
 def test_places_are_read_off_what_an_oracle_sees(name):
     env = envs.make(name, num_envs=4)
-    told = TellWho(env, Team(env, "scripted"))
+    told = PartnerOracle(env, Team(env, "scripted"))
     obs, _ = told.reset()
     assert hasattr(told, "places") == hasattr(env, "places") == (name != "kuhn")
     if name != "kuhn":
         assert all(torch.equal(mine, its) for mine, its in zip(told.places(obs), env.places(env.obs)))
 
 
-@pytest.mark.parametrize("option", ["tell_who", pytest.param("recurrence", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("option", ["oracle", pytest.param("recurrence", marks=pytest.mark.slow)])
 def test_an_oracle_and_a_learner_without_memory_train(option, tmp_path):
-    folder = train("iql", tmp_path, **IPD, **{option: option == "tell_who"})["run"].folder
+    folder = train("iql", tmp_path, **IPD, **{option: option == "oracle"})["run"].folder
     sizes = checkpoints.read_run(folder)["sizes"]
     assert (sizes["obs_dim"] == envs.make("matrix_ipd").obs_dim) == (option == "recurrence")
 
 
 def test_without_recurrence_only_the_present_matters():
     env = envs.make("matrix_ipd", num_envs=3)
-    agents = iql.Agents(iql.Args(**QUICK, recurrence=False), env)
+    agents = iql.QNetwork(iql.Args(**QUICK, recurrence=False), env)
     obs, h = torch.randn(4, 3, 2, env.obs_dim), agents.init_hidden(3, 2)
     last_action, seat = torch.zeros(4, 3, 2, dtype=torch.long), torch.tensor([[0, 1]] * 3)
     together, _ = agents(obs, last_action, h, seat)
@@ -392,14 +396,14 @@ def test_without_recurrence_only_the_present_matters():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tell_who": True, "team": "self"}, "--tell-who is for a learner among others"),
-        ({"tell_who": True, "capture_video": True}, "--tell-who has no video"),
-        ({"keep_memory": True}, "--keep-memory is for encounters of several matches"),
-        ({"encounter": 0}, "--encounter is above 0, not 0"),
-        ({"encounter": 5, "team": "self"}, "--encounter is for a learner among others"),
-        ({"teammate_epsilon": (0.0, 0.3), "team": "self"}, "--teammate-epsilon is for a learner among others"),
-        ({"seat": 1, "team": "self"}, "--seat is for a learner among others"),
-        ({"mix_teammates": True, "team": "self"}, "--mix-teammates is for a learner among others"),
+        ({"oracle": True, "team": "self"}, "--oracle is for a learner with"),
+        ({"oracle": True, "capture_video": True}, "--oracle has no video"),
+        ({"persist_hidden": True}, "--persist-hidden is for several matches with the same partners"),
+        ({"matches_per_partner": 0}, "--matches-per-partner is above 0, not 0"),
+        ({"matches_per_partner": 5, "team": "self"}, "--matches-per-partner is for a learner with"),
+        ({"teammate_epsilon": (0.0, 0.3), "team": "self"}, "--teammate-epsilon is for a learner with"),
+        ({"seat": 1, "team": "self"}, "--seat is for a learner with"),
+        ({"mix_teammates": True, "team": "self"}, "--mix-teammates is for a learner with"),
     ],
 )
 def test_options_that_do_not_go_together(options, message, tmp_path):

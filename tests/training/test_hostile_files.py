@@ -328,4 +328,4 @@ def test_a_network_larger_than_that_of_the_file_is_not_built(original, tmp_path)
     torch.save(put(content, "args/hidden_dim", 8192), tmp_path / "checkpoint.pt")
     assert "larger networks than it has" in refused(lambda: load_runner(tmp_path, envs.make("3m")))
     assert "larger networks than it has" in refused(lambda: resume(tmp_path))
-    assert iql.Agents(iql.Args(**QUICK), envs.make("3m")).fc1.weight.numel() < checkpoints.LARGEST_WEIGHT
+    assert iql.QNetwork(iql.Args(**QUICK), envs.make("3m")).fc1.weight.numel() < checkpoints.LARGEST_WEIGHT

@@ -176,8 +176,8 @@ def test_a_video_of_the_final_policy_and_the_figures_are_in_tensorboard(tmp_path
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= events.summary_metadata.keys()
 
 
-@pytest.mark.parametrize(("env_id", "encounter"), [("stag_hunt_4x4", 1), ("stag_hunt_4x4", 3), ("kuhn", 1)])
-def test_the_best_script_plays_the_matches_of_the_evaluation(env_id, encounter):
+@pytest.mark.parametrize(("env_id", "matches"), [("stag_hunt_4x4", 1), ("stag_hunt_4x4", 3), ("kuhn", 1)])
+def test_the_best_script_plays_the_matches_of_the_evaluation(env_id, matches):
     """Against evaluations of their own, from the same seed, with each script in the learner's seat. Rewards are one's
     own here, so it is the best by return: in Kuhn `won` is the first player's success, and the learner is the second.
     """
@@ -185,7 +185,7 @@ def test_the_best_script_plays_the_matches_of_the_evaluation(env_id, encounter):
     for policy in envs.make(env_id).policies:
         env = envs.make(env_id, num_envs=8, seed=3)
         spec, seat = ("1NS2NH1learner", "rotate") if env_id != "kuhn" else ("scripted", "1")
-        team = Team(env, spec, seat=seat, seed=4, encounter=encounter)
+        team = Team(env, spec, seat=seat, seed=4, matches_per_partner=matches)
         runner = EpisodeRunner(env, team, ScriptedPlayer(env, policy))
         runner.evaluate(10)
         before = runner.state_dict()
@@ -881,7 +881,7 @@ def assert_plain(content):
 
 
 def test_copies_of_early_policies_can_be_team_mates(tmp_path, monkeypatch):
-    folder = train("iql", tmp_path, env_id="3m", checkpoint_at=(0.3, 0.9))["run"].folder
+    folder = train("iql", tmp_path, env_id="3m", keep_checkpoints=(0.3, 0.9))["run"].folder
     found = [read(path / "checkpoint.pt") for path in (folder / "at-0.3", folder / "at-0.9", folder)]
     steps = [content["progress"]["steps"] for content in found]
     assert 120 <= steps[0] < 360 <= steps[1] <= steps[2]
@@ -891,7 +891,7 @@ def test_copies_of_early_policies_can_be_team_mates(tmp_path, monkeypatch):
     team = Team(env, "2iql1learner", pool=[str(folder), str(folder / "at-*")])
     assert [Path(run.path).name for run in team.runs] == [folder.name, "at-0.3", "at-0.9"]
     with pytest.raises(SystemExit, match="is in rising order"):
-        iql.check_args(iql.Args(checkpoint_at=(0.6, 0.3)))
+        iql.check_args(iql.Args(keep_checkpoints=(0.6, 0.3)))
     (folder / "at-0.9").rename(tmp_path / "moved")
     for copy in (folder / "at-0.3", tmp_path / "moved"):
         with pytest.raises(SystemExit, match="that is a copy for pools, which cannot be continued"):

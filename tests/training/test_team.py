@@ -101,7 +101,7 @@ def test_without_a_spec_one_learner_is_among_the_scripted(env_id, scripted):
         ("7nearest1omg", {"seat": "8"}, "rotate, random or a number from 0 to 7, not '8'"),
         ("7nearest1omg", {"seat": "-1"}, "from 0 to 7"),
         ("7nearest1omg", {"seat": "first"}, "from 0 to 7"),
-        *((spec, {"pool": ["hold"]}, "a team with them is 7other1omg") for spec in (None, "self", "scripted")),
+        *((spec, {"pool": ["hold"]}, "try --team 7other1omg") for spec in (None, "self", "scripted")),
         ("7nearest1omg", {"pool": ["nowhere/*"]}, "no run with a checkpoint.pt at nowhere"),
     ],
 )
@@ -196,7 +196,15 @@ def test_more_runs_than_matches_all_play_in_turn(pool, mix):
     ("env_id", "spec", "num_envs", "count", "options", "counted", "equal"),
     [
         ("kuhn", "1other1omg", 128, 512, {"pool": [f"seen_{k}" for k in "abcdef"]}, 510, True),
-        ("matrix_ipd", "1other1omg", 20, 100, {"pool": ["tft", "all_c", "all_d", "grim"], "encounter": 2}, 112, True),
+        (
+            "matrix_ipd",
+            "1other1omg",
+            20,
+            100,
+            {"pool": ["tft", "all_c", "all_d", "grim"], "matches_per_partner": 2},
+            112,
+            True,
+        ),
         ("matrix_ipd", "1other1omg", 32, 70, {"pool": ["tft", "all_c", "all_d", "grim"], "seat": "random"}, 64, True),
         ("stag_hunt_4x4", "2other1NH1omg", 10, 50, {"pool": ["NS", "NH", "RAND"]}, 48, True),
         ("stag_hunt_4x4", "2other1NH1omg", 10, 16, {"pool": ["NS", "NH", "RAND"], "seat": 1}, 15, True),
@@ -223,8 +231,10 @@ def test_an_evaluation_plays_with_everybody_from_every_seat_equally_often(
         rows.clear()
         returns, *_ = runner.evaluate(count)
         assert len(returns) == counted
-        number = np.arange(len(cells)) // num_envs // team.encounter * num_envs + np.arange(len(cells)) % num_envs
-        taken = np.flatnonzero(number < counted // team.encounter)  # the first teams that are drawn
+        number = (
+            np.arange(len(cells)) // num_envs // team.matches_per_partner * num_envs + np.arange(len(cells)) % num_envs
+        )
+        taken = np.flatnonzero(number < counted // team.matches_per_partner)  # the first teams that are drawn
         assert (torch.cat(rows)[taken] == returns).all()
         times = Counter(cells[k] for k in taken)
         seats = 1 if env_id == "kuhn" or options.get("seat") == 1 else team.env.n_agents
@@ -249,16 +259,16 @@ def test_a_round_depends_on_its_seed_and_number_alone(pool):
 
 
 def test_a_stand_in_leaves_no_seat_to_the_learner(pool):
-    team = make("4iql2nearest2omg", pool=[f"{pool}/iql_*"], stand_in=True)
+    team = make("4iql2nearest2omg", pool=[f"{pool}/iql_*"], teammates_everywhere=True)
     team.env.reset(seed=0)
     last_action = torch.full_like(team.env.actions, -1)
     assert (team.policy_id >= 0).all() and team.learner_seats.shape == (24, 2)
-    stand_ins = team.policy_id.gather(1, team.learner_seats)
+    pretraining_team = team.policy_id.gather(1, team.learner_seats)
     runs = [policy for policy, name in enumerate(team.policy_names) if "iql_" in name]
-    assert set(stand_ins.flatten().tolist()) == {*runs, team.policy_names.index("nearest")}
+    assert set(pretraining_team.flatten().tolist()) == {*runs, team.policy_names.index("nearest")}
     joint = team.joint_action(torch.zeros_like(team.learner_seats), last_action).clone()
     assert (team.joint_action(torch.full_like(team.learner_seats, 5), last_action) == joint).all()
-    assert (make("self", stand_in=True).policy_id == -1).all()
+    assert (make("self", teammates_everywhere=True).policy_id == -1).all()
 
 
 def test_other_is_anybody_of_the_pool(pool):
@@ -413,7 +423,7 @@ def test_networks_of_every_seat_can_play_some_seats(tmp_path):
     """An ego in two seats, as in evaluations, whose run has a network for each seat."""
     env = envs.make("8m", num_envs=16)
     path = write_run(tmp_path / "run", "vdn", env, share_parameters=False)
-    agents = SCRIPTS["vdn"].Agents(SCRIPTS["vdn"].Args(hidden_dim=16, share_parameters=False), env)
+    agents = SCRIPTS["vdn"].QNetwork(SCRIPTS["vdn"].Args(hidden_dim=16, share_parameters=False), env)
     agents.load_state_dict(read_pool([path], env)[0].weights)
     team = Team(env, "6nearest2learner")
     runner = load_runner(path, env, team)
