@@ -322,20 +322,20 @@ def text_of(command, results, seconds):
         f"{seeds} seeds of every method; means and 95% intervals (Student's t). The oracle is an IQL whose "
         "observations include the others' policies. Steps of learning, others and matches are the same for all. "
         "Hidden state kept: all matches with the same partners are one long episode. "
-        "Erring others: learned with others whose actions are random with a probability of up to 0.2, drawn for each "
-        "match, and tested with others who do not err.",
+        "Erring others: learned with partners whose actions are random with a probability of up to 0.2, drawn for each "
+        "match, and tested with partners who do not err.",
         "## What differs",
-        f"While it learns, {OURS} is told who the others are: the labels of the oracle, which no rival gets. Steps of "
+        f"While it learns, {OURS} is told its partners' policies: the labels of the oracle, which no rival gets. Steps of "
         "pre-training come on top of those of learning.",
         markdown(["method", "command", "steps of pre-training", "is told", "keeps from match to match"],
                  [differences_of(m, options, results) for m, options in methods_of(most).items()]),
-        "## Share of the headroom, with others that were learned with",
+        "## Share of the headroom, with training partners",
         "0 is IQL, 1 the oracle. Headroom: how far the oracle is ahead of IQL; below three points of the win rate "
         "or 3% of a return, or where the interval has 0, there is none. In the figure a mark with a number below it is "
         "beyond the axis.",
         markdown(["stage", "headroom", *methods[:-1]], shares),
         "![share of the headroom](headroom.png)",
-        "## Scores with others that were learned with",
+        "## Scores with training partners",
         "Share of matches won, or mean return where everybody has rewards of their own.",
         markdown(["stage", *methods], scores),
         f"How far {OURS} is ahead:",
@@ -352,7 +352,7 @@ def text_of(command, results, seconds):
         markdown(["stage", "random play", *tested], raw),
         f"How far {OURS} is ahead, in scores from 0 to 1:",
         markdown(["stage", *rival_names[:-1]], ahead_unseen),
-        "How much better a method is with strangers for having learned with others who err, in the same scores:",
+        "How much better a method is with strangers for having learned with erring partners, in the same scores:",
         markdown(["stage", *erring.values()], gains),
         *(["## Matches with the same partners", "Return of the first match, and the mean of the later ones.",
            markdown(["stage", *methods], matches)] if matches else []),

@@ -30,9 +30,7 @@ class Args:
     team: str | None = None  # the seats, such as 6other2ego (default: one ego, all others other)
     groups: tuple[Literal["homologue", "non-homologue"], ...] | None = None  # teams of one other, mixed ones (or both)
     episodes: int = 1000  # matches of an ego with each other, rounded up to a multiple of the seats
-    matches_per_partner: int | None = (
-        None  # consecutive matches with the same others (default: 1, with --bounds the stage's)
-    )
+    matches_per_partner: int | None = None  # matches in a row with them (default: 1, with --bounds the stage's)
     num_envs: int | None = None  # matches at a time at most (default: 8192 on the GPU, 512 on the CPU, sc2/ 8)
     script: tuple[str, ...] = ()  # scripts of your own that runs need and that are not in the project's folder
     env_id: str | None = None  # the environment (default: that of the runs)

@@ -186,7 +186,7 @@ class TinyGame:
             "alive": torch.ones(num_envs, 2, dtype=torch.bool),
             "won": yes.clone(),
             "invalid": yes.clone(),
-            "matches_per_partner": torch.zeros(num_envs, dtype=torch.long),
+            "match_index": torch.zeros(num_envs, dtype=torch.long),
         }
 
     def look(self):

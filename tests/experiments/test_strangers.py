@@ -184,7 +184,7 @@ def write_results(folder, score, rows=None, played=()):
     args |= {"pretrain_timesteps": 2_000_000} if "__omg" in folder.name else {}
     content = {"args": args, "versions": {"python": "3"}, "seconds": 1.0}
     content |= {"final": final, "best": final, "evals": [{"steps": step, **final} for step in (1, 2)]}
-    content |= {"matches_per_partner": {"return_1": score, "return_2": score + 1, "return_3": score + 2}}
+    content |= {"encounter": {"return_1": score, "return_2": score + 1, "return_3": score + 2}}
     folder.mkdir(parents=True)
     (folder / "results.json").write_text(json.dumps(content if rows is None else {**content, "rows": rows}))
 
@@ -242,7 +242,7 @@ def test_the_report_of_a_comparison(tmp_path, monkeypatch, capsys):
     for method, row in {"OMG": "2,000,000 | nothing", "belief": "0 | who the others are, while it learns"}.items():
         (line,) = (line for line in text.splitlines() if line.startswith(f"| {method} ") and ".py" in line)
         assert row in " ".join(line.split())
-    part = text[text.index("## Scores with strangers") : text.index("## From match")]
+    part = text[text.index("## Scores with strangers") : text.index("## Matches with the same partners")]
     unseen, earned, ahead, gains = (
         [cell.strip() for cell in line.split("|")[2:-1]] for line in part.splitlines() if line.startswith("| kuhn")
     )

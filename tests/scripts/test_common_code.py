@@ -32,7 +32,7 @@ OF_POPULATION_SCRIPTS = {  # that they do not have in common with iql.py
 }  # fmt: skip
 LINES = {
     "iql": 355, "vdn": 360, "qmix": 395, "qtran": 440, "naive_om_iql": 465, "liam_iql": 465, "mix_iql": 515,
-    "belief_iql": 515, "ippo": 395, "mappo": 395, "coma": 425, "brdiv": 465, "hop": 630, "omg_iql": 835,
+    "belief_iql": 515, "ippo": 395, "mappo": 395, "coma": 425, "brdiv": 465, "hop": 630, "omg_iql": 840,
     "pretrain_cvae": 95,
 }  # fmt: skip
 CHANGED_LINES = {

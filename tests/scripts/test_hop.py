@@ -575,6 +575,6 @@ def test_learns_to_hunt_with_a_stag_hunter(tmp_path):
 
 def test_options_about_others_are_refused_where_there_are_none():
     for options, name in (({"seat": 1}, "--seat"), ({"teammate_epsilon": 0.3}, "--teammate-epsilon")):
-        with pytest.raises(SystemExit, match=f"{name} is for a learner among others"):
+        with pytest.raises(SystemExit, match=f"{name} is for a learner with"):
             make_args(team="self", **options)
     assert make_args(team="self", matches_per_partner=5).matches_per_partner == 5  # beliefs last so long

@@ -77,7 +77,7 @@ def test_an_encounter_is_saved_with_its_number():
     other.restore(saved)
     assert torch.equal(other.step(other.scripted_actions("random"))[1], batch.step(batch.scripted_actions("random"))[1])
     with pytest.raises(ValueError, match="match_index"):
-        other.restore({**saved, "matches_per_partner": torch.full((3,), 2)})
+        other.restore({**saved, "match_index": torch.full((3,), 2)})
 
 
 # ---- the others ----

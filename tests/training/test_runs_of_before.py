@@ -13,6 +13,7 @@ from helpers import ROOT, run_script
 import envs
 from experiments import evaluate
 from training import checkpoints, play
+from training.args import use_new_names
 from training.episodes import load_runner
 from training.team import Team
 
@@ -58,3 +59,12 @@ def test_it_is_evaluated(run, tmp_path):
     evaluate.main(evaluate.Args((str(run),), (policy,), episodes=6, out=tmp_path / "out"))
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert rows[0]["algorithm"] == run.name and rows[0]["episodes"] == 6
+
+
+def test_options_of_before_are_accepted_and_named(capsys):
+    words = ["--encounter=5", "--keep-memory", "--no-tell-who", "--checkpoint_at", "0.5", "--tau", "0.1", "encounter"]
+    names = ["--matches-per-partner=5", "--persist-hidden", "--no-oracle", "--keep-checkpoints", "0.5"]
+    assert use_new_names(words) == [*names, "--tau", "0.1", "encounter"]
+    assert (
+        "--encounter is --matches-per-partner now.\n--keep-memory is --persist-hidden now." in capsys.readouterr().out
+    )
