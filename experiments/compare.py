@@ -325,8 +325,8 @@ def text_of(command, results, seconds):
         "Erring others: learned with partners whose actions are random with a probability of up to 0.2, drawn for each "
         "match, and tested with partners who do not err.",
         "## What differs",
-        f"While it learns, {OURS} is told its partners' policies: the labels of the oracle, which no rival gets. Steps of "
-        "pre-training come on top of those of learning.",
+        f"While it learns, {OURS} is told its partners' policies: the labels of the oracle, which no rival gets. "
+        "Steps of pre-training come on top of those of learning.",
         markdown(["method", "command", "steps of pre-training", "is told", "keeps from match to match"],
                  [differences_of(m, options, results) for m, options in methods_of(most).items()]),
         "## Share of the headroom, with training partners",

@@ -205,13 +205,13 @@ class EpisodeRunner:
         if not self.env.simulated:
             self.check_stop()
         if self.env.matches_per_episode > 1:
-            self.matches_per_partner = self.env.info["match_index"].clone()
+            self.match_before = self.env.info["match_index"].clone()
 
     def after_step(self, terminated, truncated):
         if hasattr(self.player, "observe"):
             self.player.observe(self.last_action, terminated | truncated)
         if self.env.matches_per_episode > 1:  # the others start anew in every match
-            new_match = (self.env.info["match_index"] != self.matches_per_partner).unsqueeze(1)
+            new_match = (self.env.info["match_index"] != self.match_before).unsqueeze(1)
             self.team_last_action.copy_(torch.where(new_match, -1, self.last_action))
 
     def attend(self, should_stop, show_progress):
