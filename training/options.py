@@ -42,7 +42,7 @@ class CommandArgs:
 @dataclass
 class RunArgs(CommandArgs):
     capture_video: bool = False  # whether to save a GIF of a match of the final policy
-    checkpoint_interval: float = 120.0  # seconds between checkpoints; there is always one at the end
+    checkpoint_interval: float = 120.0  # seconds between checkpoints, or 10 times what one took; 0: every round
     keep_checkpoints: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
     resume: str | None = None  # a run folder to continue; other arguments must be as they were
     init: str | None = None  # a run folder whose networks this run starts from

@@ -33,6 +33,8 @@ from training.episodes import EpisodeRunner, ScriptedPlayer, Stopped, load_runne
 from training.exits import Exit, UsageError, not_ignored
 from training.log import RETRY, Log, Progress, monotonic
 
+SAVING = 0.1  # the share of a run's time that checkpoints may take
+
 
 def seed_for(seed, purpose):
     """A seed for one purpose. Other seeds and other purposes have unrelated random numbers."""
@@ -473,6 +475,7 @@ class Run:
         Replacing checkpoint.pt, which names its resume file, is the commit: before it the old pair of files is valid,
         after it the new one.
         """
+        began = time.monotonic()
         resume_file = None if self.progress["complete"] else self._resume_file()
         checkpoint = self._checkpoint(resume_file)
         written = True
@@ -487,7 +490,10 @@ class Run:
             if path.name != self.resume_file:
                 path.unlink(missing_ok=True)
         written = written and self._save_exports(self.folder)
-        self.save_at = time.monotonic() + (self.args.checkpoint_interval if written else RETRY)
+        interval, now = self.args.checkpoint_interval, time.monotonic()
+        if interval:  # a large replay buffer takes long to write
+            interval = max(interval, (now - began) / SAVING)
+        self.save_at = now + (interval if written else RETRY)
         return written
 
     def save_copy(self, folder):

@@ -668,6 +668,19 @@ def test_killed_during_a_save(complete_run, file, moment, tmp_path, monkeypatch)
     assert not list(folder.glob("resume*"))
 
 
+def test_large_checkpoints_are_written_less_often(tmp_path, monkeypatch):
+    written = []
+
+    def slow_write(*arguments, write=checkpoints.write):
+        time.sleep(0.3)
+        written.append(time.monotonic())
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoints, "write", slow_write)
+    run = train("iql", tmp_path, checkpoint_interval=0.1)["run"]
+    assert run.save_at - written[-1] >= 3
+
+
 @posix
 @pytest.mark.slow
 def test_killed_from_outside_in_saves(tmp_path):
