@@ -1,4 +1,4 @@
-"""When does it pay to model the others? Every method on the stages of strangers.py, between IQL and an oracle.
+"""When does it pay to model the other agents? Every method on the stages of strangers.py, between IQL and an oracle.
 
 Every method learns with a stage's pool, over several seeds. The oracle is an IQL whose observations include the others'
 policies. Belief Q-learning learns from the same labels, which no other method gets. Scores with the pool are scaled so
@@ -57,15 +57,15 @@ WITH_MEMORY = {
 }  # one long episode
 WITH_ERRORS = {
     f"{name}, erring others": (*METHODS[name], "--teammate-epsilon", "0", "0.2") for name in (BASE, OURS)
-}  # learned with others who err in up to a fifth of their actions, a share drawn for each match; tested without errors
+}  # learned with partners that err in up to a fifth of their actions, drawn for each match; tested without errors
 
 
 @dataclass
 class Args:
-    stage: tuple[Literal[(*strangers.STAGES, "all")], ...]  # which ones
+    stage: tuple[Literal[(*strangers.STAGES, "all")], ...]  # what to compare on: see docs/evaluate.md
     cuda: bool = False  # whether to use the GPU
-    quick: bool = False  # a small version that tries everything out
-    test_runs: int | None = None  # learned strangers of every script (default: 3)
+    quick: bool = False  # whether to run a tiny version, which only shows that everything works
+    test_runs: int | None = None  # learned strangers by each of a stage's scripts (default: 3)
     seeds: int | None = None  # seeds of each method (default: 5)
     learner_timesteps: int | None = None  # steps of every run (default: the stage's on the GPU, 500,000 on the CPU)
     episodes: int | None = None  # matches of every learner with every stranger (default: 256)

@@ -1,8 +1,8 @@
-"""Cross-play: how egos do among team-mates that they have not met.
+"""Cross-play: how egos do with partners that they have not met.
 
-An ego is a run of any script or a scripted policy. It plays with every other in teams of that one alone (homologue) and
-in teams mixed of all of them (non-homologue), from every seat equally often. All matches of an ego are one batch.
-With --adapt it then continues to learn among these others, and is tested again.
+An ego is a run of any script or a scripted policy. It plays with teams of one partner policy (homologue) and with teams
+that draw one for each seat (non-homologue), from every seat equally often. All matches of an ego are one batch. With
+--adapt it then continues to learn with these partners, and is tested again.
 
     python -m experiments.evaluate --ego "runs/8m__omg_iql__*" --others "runs/8m__qmix__*" --team 7other1ego --cuda
                                                                docs/evaluate.md has the files, the columns and the order
@@ -24,21 +24,22 @@ import tyro
 
 @dataclass
 class Args:
-    ego: tuple[str, ...]  # who is tested: run folders of any script (or patterns), scripted policies
-    others: tuple[str, ...] = ()  # the team-mates: run folders of any script (or patterns), scripted policies
-    bounds: Path | None = None  # a manifest of strangers.py: who the others are, and scores between their bounds
-    team: str | None = None  # the seats, such as 6other2ego (default: one ego, all others other)
-    groups: tuple[Literal["homologue", "non-homologue"], ...] | None = None  # teams of one other, mixed ones (or both)
-    episodes: int = 1000  # matches of an ego with each other, rounded up to a multiple of the seats
-    matches_per_partner: int | None = None  # matches in a row with them (default: 1, with --bounds the stage's)
+    ego: tuple[str, ...]  # the policies to test: run folders of any script (or patterns), scripted policies
+    others: tuple[str, ...] = ()  # their partners: run folders of any script (or patterns), scripted policies
+    bounds: Path | None = None  # a manifest of strangers.py: the partners, and bounds between which scores lie
+    team: str | None = None  # the seats, such as 6other2ego (default: one ego, partners elsewhere)
+    # partners that all have one policy, or one drawn for each seat (default: both, where there are seats for it)
+    groups: tuple[Literal["homologue", "non-homologue"], ...] | None = None
+    episodes: int = 1000  # matches of each ego with each partner, rounded up to a multiple of the seats
+    matches_per_partner: int | None = None  # matches in a row with a partner (default: 1, with --bounds the stage's)
     num_envs: int | None = None  # matches at a time at most (default: 8192 on the GPU, 512 on the CPU, sc2/ 8)
     script: tuple[str, ...] = ()  # scripts of your own that runs need and that are not in the project's folder
     env_id: str | None = None  # the environment (default: that of the runs)
     n_agents: int | None = None  # number of agents, where the environment leaves it open (default: that of the runs)
     seed: int = 0  # the seed of all random numbers; all egos get the same matches
     cuda: bool = False  # whether to use the GPU; if there is none, it says so and uses the CPU
-    adapt: int | None = None  # steps for which every ego that is a run continues to learn, to be tested again
-    video: bool = False  # whether to save a GIF of a match of the first ego with the first other
+    adapt: int | None = None  # steps that egos (runs only) continue to learn with these partners, before a second test
+    video: bool = False  # whether to save a GIF of a match of the first ego with the first partner
     out: Path | None = None  # the folder to write to (default: evaluations/<time>)
 
 

@@ -1,8 +1,8 @@
 """The experiment of the OMG paper in one command.
 
-A pool of QMIX runs is whom the learners play with; runs of IQL, VDN and QMIX with other seeds are the strangers they
-are tested with. Each method learns with the pool over several seeds, and then plays with the pool and the strangers. In
-a stag hunt the pool is scripted. report.md has the results beside the paper's.
+Learners play with a pool of QMIX runs. They are tested with strangers: runs of IQL, VDN and QMIX with other seeds. Each
+method learns with the pool over several seeds, and then plays with the pool and the strangers. In a stag hunt the pool
+is scripted. report.md has the results beside the paper's.
 
     python -m experiments.paper --map 8m --cuda         docs/benchmarks.md has the details; --quick tries it out
 """
@@ -58,13 +58,14 @@ COLUMNS = (
 
 @dataclass
 class Args:
-    map: str = "8m"  # the environment
+    map: str = "8m"  # the environment, such as 3s_vs_5z
     cuda: bool = False  # whether to use the GPU
-    quick: bool = False  # a small version that tries everything out: 2 runs in the pool, 3 strangers, 1 seed
+    # whether to run a tiny version, which only shows that everything works: 2 runs in the pool, 3 strangers, 1 seed
+    quick: bool = False
     pool_runs: int | None = None  # QMIX runs to learn with (default: 10)
     test_runs: int | None = None  # runs of each of IQL, VDN and QMIX to be tested with (default: 10)
     seeds: int | None = None  # seeds of each method (default: 5)
-    pool_timesteps: int | None = None  # steps of such a run (default: 10 million on the GPU, 500,000 on the CPU)
+    pool_timesteps: int | None = None  # steps of each such run (default: 10 million on the GPU, 500,000 on the CPU)
     learner_timesteps: int | None = None  # steps of a learner (default: 10 million on the GPU, 2 million on the CPU)
     episodes: int | None = None  # matches of every learner with every stranger (default: 128)
     out: str | None = None  # the folder of all runs and the report (default: runs/paper_MAP, or runs/quick_MAP)

@@ -31,7 +31,7 @@ class Stage:
     pool: tuple[str, ...] | int  # scripted policies to learn with, or a number of QMIX runs
     scripted: tuple[str, ...] = ()  # scripted strangers
     learned: tuple[str, ...] = ()  # scripts whose runs are strangers, all of whose seats learned
-    matches_per_partner: int = 1  # matches in a row with the same others
+    matches_per_partner: int = 1  # matches in a row with the same partners
     timesteps: int = 5_000_000  # of every run, on the GPU
 
 
@@ -67,13 +67,13 @@ FIRST_SEED = 101  # of learned strangers; the pool's begin at 1, learners' where
 
 @dataclass
 class Args:
-    stage: Literal[tuple(STAGES)]  # which one
+    stage: Literal[tuple(STAGES)]  # the environment, training pool and strangers: see docs/evaluate.md
     cuda: bool = False  # whether to use the GPU
-    quick: bool = False  # a small version that tries everything out
-    runs: int | None = None  # learned strangers of every script (default: 3)
+    quick: bool = False  # whether to run a tiny version, which only shows that everything works
+    runs: int | None = None  # learned strangers by each of the stage's scripts (default: 3)
     responses: int | None = None  # runs that learn to respond to each stranger, of which the best counts (default: 3)
     timesteps: int | None = None  # steps of every run (default: the stage's on the GPU, 500,000 on the CPU)
-    episodes: int | None = None  # matches of every bound (default: 1024)
+    episodes: int | None = None  # matches that each bound is measured in (default: 1024)
     out: str | None = None  # the folder of the runs and the manifest (default: strangers/STAGE)
     jobs: int | None = None  # runs at a time (default: one to a core, or --runs-per-gpu to a GPU)
     runs_per_gpu: int = 6  # runs that share a GPU

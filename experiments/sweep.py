@@ -19,10 +19,10 @@ import tyro
 
 @dataclass
 class Args:
-    script: tuple[str, ...]  # training scripts
+    script: tuple[str, ...]  # training scripts, to be compared
     env_ids: tuple[str, ...]  # environments: see envs.list_ids()
-    seeds: int = 5  # seeds: 1, 2, ...
-    first_seed: int = 1  # the first of them: settings are chosen on other seeds than they are compared on
+    seeds: int = 5  # how many seeds every setting is run with: 1, 2, ...
+    first_seed: int = 1  # the first seed; choose settings on other seeds than those that you report
     # an option of the script and its values, such as: learning-rate 1e-3 5e-4 (again for another option)
     vary: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     # options that Optuna chooses, from a range or choices: learning-rate=1e-4..1e-2 td-lambda=0.5,0.7,0.9
