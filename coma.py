@@ -1,8 +1,8 @@
 """COMA with recurrent agents: a policy for every seat, judged by what its action added to the team's value.
 
 Whole episodes of many matches are played with the policy, and learned from once. A critic that sees the state and
-everybody's actions learns lambda-returns; the advantage of an action is its value less the mean over the seat's other
-actions, with the others' actions as they were (Foerster et al. 2018, after PyMARL's COMA).
+everybody's actions learns lambda-returns; the advantage of an action is its value less the mean over the seat's
+policy, given the other seats' actions (Foerster et al. 2018, after PyMARL's COMA).
 A match is one of the games that are played side by side; a seat is an agent's place in it.
 
     python coma.py --env-id 3m --cuda               docs/coma.md has the logged keys, the deviations and the results

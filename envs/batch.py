@@ -289,7 +289,7 @@ class Batch:
     """`num_envs` matches at a time. What its methods return is overwritten by the next call: clone what you keep."""
 
     policies = ()
-    default_others = ()  # the policies that others are drawn from where none are named; empty: all
+    default_others = ()  # the policies that partners are drawn from where none are named; empty: all
     team_reward = True  # whether all agents earn the same; if not, an agent's own game ends when it leaves
     return_scale = 5.0  # how large returns get, roughly: what learners divide rewards by
     zero_sum = False  # whether all rewards of a step add up to nothing
@@ -297,7 +297,7 @@ class Batch:
     obs_bound = 1.0  # no number of an observation is larger, or smaller than its negative
     sides = None  # the side, 0 or 1, of each agent, where there are two with opposing interests
     learner_side = 0  # whose seats a single learner rotates through, where there are sides
-    simulated = True  # whether matches can be copied and steps captured in a CUDA graph, or others play them
+    simulated = True  # whether matches can be copied and steps captured in a CUDA graph, or other programs play them
     passed_on = ()  # options that go to another package as they are; None: all that are not known
     ranges: ClassVar = {}  # (least, most) of tensors of the simulation by name: numbers, or tensors that broadcast
     match_axis: ClassVar = {}  # which axis of a tensor of the simulation is that of the matches, where it is not 0
@@ -331,7 +331,7 @@ class Batch:
         self.n_agents, self.autoreset, self._started = len(agents), bool(autoreset), False
         self._seed = whole_seed(seed)
         self.n_actions, self.obs_dim, self.state_dim, self.match_limit = sizes
-        self.matches_per_episode = matches_per_episode  # matches in a row with the same others, which are one episode
+        self.matches_per_episode = matches_per_episode  # matches in a row with the same partners, which are one episode
         self.episode_limit = self.match_limit * matches_per_episode
         self.check = num_envs <= 64 and self.device.type == "cpu" if check is None else bool(check)
         modes = gymnasium.vector.AutoresetMode
@@ -401,7 +401,7 @@ class Batch:
         return dict(zip(RULE, (*sizes, self.match_limit, int(self.autoreset), idle, self.matches_per_episode)))
 
     def compile_rules(self, functions, game_type, rule_type, idle, tensors=None, lanes=16, **numbers):
-        """Plays by `functions`: reset_one, step_one, observe_one, act_one.
+        """Compiles `functions`, reset_one, step_one, observe_one and act_one, as what plays the matches.
 
         `game_type`, a named tuple, has the arrays that they work on: TENSORS, those of the simulation and `tensors`.
         `rule_type` has the numbers that they go by: RULE and `numbers`.

@@ -1,4 +1,4 @@
-"""One learner among scripted others, as a Gymnasium environment. `import envs` registers `omg/<id>-v0`.
+"""One learner among scripted policies, as a Gymnasium environment. `import envs` registers `omg/<id>-v0`.
 
     env = gymnasium.make("omg/3m-v0", others=("nearest", "weakest"), seat="random")
     many = gymnasium.make_vec("omg/3m-v0", num_envs=64, others=("nearest", "weakest"), seat="random")

@@ -83,7 +83,7 @@ def from_command_line(args_class, **presets):
 
 
 def parse_args(args_class, script, **presets):
-    """The same, with the runs that a pool's patterns name; a resumed run keeps what it had, and rejects others."""
+    """The same, with the runs that a pool's patterns name; a resumed run keeps its options, and rejects others."""
     args = from_command_line(args_class, **presets)
     exit_on_signals()
     if hasattr(args, "pool"):
@@ -247,7 +247,7 @@ def buffer_size(args, episodes, device):
 
 
 def default_buffer_size(args, episode_bytes):
-    """8192 episodes on the GPU, 4096 on the CPU; a single learner among others has up to four times as many."""
+    """8192 episodes on the GPU, 4096 on the CPU; a single learner with partners has up to four times as many."""
     size = 8192 if args.cuda else 4096
     if getattr(args, "team", "self") != "self":
         size = max(size, min(4 * size, (4 if args.cuda else 2) * 2**30 // episode_bytes))

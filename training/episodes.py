@@ -13,9 +13,10 @@ and may have
 
     outputs                 a dictionary of tensors (matches, seats, ...) to record with each step
     per_match               a dictionary of tensors (matches, ...) that `reset` sets, to record once
-    memory                  a dictionary of tensors that outlast a match, cleared by
-    forget()                the others are new
-    after_match(episodes)   metrics of the match just played, which `evaluate` averages by its number since new partners
+    memory                  a dictionary of tensors that outlast a match
+    forget()                clears `memory`: the next match has new partners
+    after_match(episodes)   metrics of the match just played; `evaluate` averages them over first matches with new
+                            partners, over second ones, ...
     fields                  the fields that `analyse(episodes)`, which returns metrics, needs; with visible_last_action
                             among them `Inputs` have it as well
     goals(env, seat)        predicted places to mark in a picture
@@ -65,7 +66,7 @@ def play_step(runner):
     # the learner's seats act on what they see, (matches, seats), and team-mates in all others, (matches, n_agents)
     action = runner.player.act(runner.inputs(), runner.epsilon)
     action = runner.last_action.copy_(runner.team.joint_action(action, runner.team_last_action))
-    # every match goes on by one step, and who keeps track of the others may look
+    # every match goes on by one step, and a player with `observe` is shown all actions
     obs, reward, terminated, truncated, info = runner.env.step(action)
     runner.after_step(terminated, truncated)
     return action, obs, reward, terminated, truncated, info
@@ -121,11 +122,11 @@ class EpisodeRunner:
         self.team = team
         self.player = player
         self.cudagraphs = cudagraphs  # whether steps on the GPU are captured
-        # of the run that this plays for, see `attend`; the first is asked in each step of a game that is not simulated
+        # of the run, see `attend`; where other programs play the matches `should_stop` is asked in every step
         self.should_stop, self.show_progress = lambda: False, lambda: None
         self.invalid_rounds = 0  # in a row
         self.last_action = torch.zeros_like(env.actions)
-        self.watches = "visible_last_action" in (*fields, *getattr(player, "fields", ()))  # what the others do
+        self.watches = "visible_last_action" in (*fields, *getattr(player, "fields", ()))  # see `watched`
         self.rng = None  # the random state of evaluations, from the first one on
         # of the last evaluation: see returns_by_match, `after_match` of players, returns_by_side
         self.match_returns, self.match_metrics, self.side_returns = {}, {}, []
@@ -166,7 +167,7 @@ class EpisodeRunner:
         return fields
 
     def watched(self):
-        """The others' last actions that can be seen now, where they are wanted."""
+        """The last actions that can be seen now, if `fields` of the runner or the player name them."""
         if not self.watches:
             return {}
         return {"visible_last_action": visible_last_action(self.team.select(self.env.visible), self.last_action)}
@@ -210,7 +211,7 @@ class EpisodeRunner:
     def after_step(self, terminated, truncated):
         if hasattr(self.player, "observe"):
             self.player.observe(self.last_action, terminated | truncated)
-        if self.env.matches_per_episode > 1:  # the others start anew in every match
+        if self.env.matches_per_episode > 1:  # partners start anew in every match
             new_match = (self.env.info["match_index"] != self.match_before).unsqueeze(1)
             self.team_last_action.copy_(torch.where(new_match, -1, self.last_action))
 
@@ -294,20 +295,20 @@ class EpisodeRunner:
     def evaluate(self, count):
         """Plays `count` greedy episodes; returns (returns (count, seats), lengths, won) of the valid ones.
 
-        Each of the others plays equally often: a few episodes less may count. Encounters are played to their end, which
-        may take more episodes. Their random numbers are not of the training's stream.
+        Every partner plays equally often, so a few episodes less may count. All matches with the same partners are
+        played, which may take more episodes. The random numbers are not of the training's stream.
         """
         with self.own_random_numbers():
             return self._evaluate(count)
 
     def _evaluate(self, count):
         results, by_match, metrics = [], {}, {}
-        played, each, matches = 0, self.team.matches_per_partner, self.env.num_envs
+        played, per_partner, matches = 0, self.team.matches_per_partner, self.env.num_envs
         self.team.even = True
-        self.rounds = round_up(self.rounds, each)  # one that was stopped is not gone on with
-        teams = self.team.whole(count if each == 1 else -(-count // (matches * each)) * matches)
-        while played < teams * each or self.rounds % each:
-            left = teams - len(results) // each * matches  # of the teams that count; none where a game has failed
+        self.rounds = round_up(self.rounds, per_partner)  # begins with new partners, also after a round was stopped
+        teams = self.team.whole(count if per_partner == 1 else -(-count // (matches * per_partner)) * matches)
+        while played < teams * per_partner or self.rounds % per_partner:
+            left = teams - len(results) // per_partner * matches  # that still count; 0 or less: failed games
             episodes = self.play()
             numbers, valid = (episodes.returns, episodes.lengths, episodes.won), episodes.valid
             if left > 0:
@@ -324,7 +325,7 @@ class EpisodeRunner:
                     metrics.setdefault(f"{name}_{number}", []).append(value)
         self.match_returns = {name: torch.cat(found).mean().item() for name, found in sorted(by_match.items())}
         self.match_metrics = {name: sum(means) / len(means) for name, means in sorted(metrics.items())}
-        results = [torch.cat(tensors)[: teams if each == 1 else None] for tensors in zip(*results)]
+        results = [torch.cat(tensors)[: teams if per_partner == 1 else None] for tensors in zip(*results)]
         self.side_returns = [returns.nanmean().item() for returns in results[3:]]
         return results[:3]
 
@@ -342,7 +343,7 @@ class EpisodeRunner:
             return {(self.rounds - 1) % self.team.matches_per_partner + 1: reward.sum(0)}
         if self.env.matches_per_episode == 1:
             return {}
-        number = self.episodes["match_index"]  # of a row, as its observation; so is its reward's
+        number = self.episodes["match_index"]  # of row t: the match that step t is played in
         return {n + 1: torch.where(number == n, reward, 0.0).sum(0) for n in range(self.env.matches_per_episode)}
 
     @torch.no_grad()
@@ -366,7 +367,7 @@ class EpisodeRunner:
         return self.player.goals(self.env, int(self.team.learner_seats[0, 0]))
 
     def selection(self, matches=slice(None)):
-        """The recorded episodes of these matches, cut to the longest, with their lengths and the others' policies."""
+        """The recorded episodes of these matches, cut to the longest, with their lengths and everybody's policies."""
         lengths = self.lengths[matches]
         rows = int(lengths.max()) + 1
         episodes = {name: values[:rows, matches] for name, values in self.episodes.items()}

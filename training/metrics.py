@@ -44,7 +44,7 @@ def last_alive_row(alive):
 
 
 def exchanged(policy_id):
-    """For every match another one with the same policies of the others, and one with different ones; -1: none."""
+    """For every match another one with the same partner policies, and one with different ones; -1: none."""
     kind = torch.unique(policy_id.sort(-1).values.cpu(), dim=0, return_inverse=True)[1].tolist()
     pairs = torch.full((2, len(kind)), -1)
     for match, mine in enumerate(kind):
@@ -55,10 +55,11 @@ def exchanged(policy_id):
 
 
 def usage(agents, episodes, inputs, inferred):
-    """How often the greedy action would be another with what is inferred in another match, while both learners live.
+    """How often the greedy action would be another with what is inferred in another match, while both learners are
+    alive.
 
-    `swap_same`: in a match with the same others; `swap_other`: with different ones; `usage`: their difference,
-    what depends on who the others are. inputs: (obs, last_action, steps_left) of the episodes.
+    `swap_same`: in a match with the same partner policies; `swap_other`: with different ones; `usage`: their
+    difference, what depends on these policies. inputs: (obs, last_action, steps_left) of the episodes.
     """
     obs, last_action, steps_left = inputs
     seat = episodes["seat"][0]
@@ -95,7 +96,7 @@ def hit_ratio(predicted, places, visible, mask, distance):
 
 
 def place_errors(predicted, places, visible, mask, ahead):
-    """How far predictions of the others' places some steps ahead are off, beside what one may say without a model.
+    """How far predictions of the others' places some steps ahead are off, beside guesses without a model.
 
     Shapes as above. `place_error_still`: nobody moves; `place_error_moving`: everybody goes on as in the last step.
     """
@@ -154,7 +155,7 @@ def probes(env, episodes, steps_left, features):
     """How well linear probes read the next seat's policy, in the middle of matches, and its action off features.
 
     features: those of every step (rows, matches, seats, ...) by the ending of the metrics' names. Probes are fitted to
-    half of the matches and tested on the others.
+    half of the matches and tested on the rest.
     """
     seat = episodes["seat"][0]
     rows = len(steps_left)

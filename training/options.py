@@ -20,7 +20,7 @@ class CommandArgs:
     seed: int = 1  # the seed of all random numbers
     torch_deterministic: bool = True  # whether torch uses deterministic algorithms only
     cuda: bool = False  # whether to use the GPU; if there is none, the run says so and uses the CPU
-    cudagraphs: bool = True  # whether CUDA graphs replay steps and updates; without them (slower) a loss can print
+    cudagraphs: bool = True  # whether CUDA graphs replay steps and updates; without: slower, but a loss can print
     track: bool = False  # whether Weights and Biases mirrors the TensorBoard logs
     wandb_project_name: str = "omg-marl"  # wandb's project
     wandb_entity: str | None = None  # wandb's entity (team)
@@ -42,8 +42,8 @@ class CommandArgs:
 @dataclass
 class RunArgs(CommandArgs):
     capture_video: bool = False  # whether to save a GIF of a match of the final policy
-    checkpoint_interval: float = 120.0  # seconds between checkpoints, or 10 times what one took; 0: every round
-    keep_checkpoints: tuple[float, ...] = ()  # shares of the run at which a copy is kept in a folder of it, for pools
+    checkpoint_interval: float = 120.0  # seconds between checkpoints, at least 10 times what one takes; 0: every round
+    keep_checkpoints: tuple[float, ...] = ()  # shares of the run after which a copy is kept for pools: 0.1 in at-0.1
     resume: str | None = None  # a run folder to continue; other arguments must be as they were
     init: str | None = None  # a run folder whose networks this run starts from
     time_limit: float | None = None  # seconds after which the run saves and stops (it can be resumed)

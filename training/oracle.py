@@ -1,12 +1,12 @@
-"""An oracle: observations that say who the others are."""
+"""An oracle: observations that tell the other agents' policies."""
 
 import torch
 
 
 class PartnerOracle:
-    """An environment whose observations also say who the others are, one-hot from the next seat on.
+    """An environment whose observations also tell the other agents' policies, one-hot from the next seat on.
 
-    What a learner gains by it is all that a model of the others could give. Learners' seats are zeros.
+    What a learner gains by it is all that an opponent model could give. For a seat that learns there are zeros.
     """
 
     def __init__(self, env, team):
@@ -33,7 +33,7 @@ class PartnerOracle:
 
     @property
     def places(self):
-        """The environment's own function, where it has one: what is told says nothing of places."""
+        """The environment's own function, where it has one: the added columns say nothing of places."""
         places = self._env.places
         return lambda obs: places(obs[..., : self._env.obs_dim])
 
@@ -51,12 +51,12 @@ class PartnerOracle:
         others = (seats.unsqueeze(1) + seats[1:]) % n_agents  # (n_agents, n_agents - 1)
         policy_id = self._team.policy_id[:, others]
         self._obs[..., self._env.obs_dim :] = (policy_id.unsqueeze(-1) == self._used).flatten(2)
-        return self._tell()
+        return self._updated()
 
     def step(self, actions):
         _, *results = self._env.step(actions)
-        return self._tell(), *results
+        return self._updated(), *results
 
-    def _tell(self):
+    def _updated(self):
         self._obs[..., : self._env.obs_dim] = self._env.obs
         return self._obs

@@ -7,8 +7,8 @@
 
 A match that is over starts anew at once, and the next rollout goes on where the last one stopped. Team-mates are drawn
 for all matches at the same time. They stay for a round, so many rollouts that several matches fit in, however long they
-are. At its end the matches that still go on are cut off: they count as rollouts that end do, by the value of what would
-follow, but not as matches played.
+are. At its end the matches that still go on are cut off: their last value is bootstrapped, as at the end of a rollout,
+and they do not count as played.
 """
 
 import sys
@@ -19,8 +19,8 @@ from envs.batch import memory_of
 from training import checkpoints
 from training.episodes import EpisodeRunner, Episodes, play_step
 
-# Matches of the longest kind in a round, at least: with fewer more steps are of matches without an end, with more new
-# team-mates come later. Of episodes of several matches there are two.
+# A round has time for this many matches of the longest kind. With fewer, more steps are of matches that are cut off;
+# with more, new team-mates come later. Of episodes of several matches there is time for two.
 MATCHES = 4
 STATE = ("last_action", "team_last_action", "returns", "lengths")
 

@@ -371,8 +371,8 @@ class Run:
         return {f"episodic_return_side_{side}": mean for side, mean in enumerate(found)}
 
     def _measures(self):
-        """What says how good a run is. Who wins does if the reward is the team's; else `won` may be somebody else's
-        success. The mean over two sides that learn against each other does not.
+        """The names of what a run is judged by. With individual rewards `won` is left out, since it may be another
+        agent's success; where two sides learn against each other, so is the mean return of both.
         """
         return ["win_rate"] * bool(self.env.team_reward) + [*(self._by_side() or ["episodic_return"])]
 

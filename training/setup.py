@@ -9,7 +9,7 @@ from training.team import Team
 def make_env(args, num_envs, device, purpose, **options):
     """The environment of --env-id; that of another purpose has other random numbers. `options`: more of envs.make."""
     seed = seed_for(args.seed, purpose)
-    matches = args.matches_per_partner if _keeps_memory(args) else 1
+    matches = args.matches_per_partner if _persists_hidden(args) else 1  # of an episode
     try:
         return envs.make(args.env_id, num_envs, device, seed, args.n_agents, matches, check=False, **options)
     except ValueError as error:
@@ -17,16 +17,16 @@ def make_env(args, num_envs, device, purpose, **options):
 
 
 def make_team(args, env, purpose, learners=("learner",), teammates_everywhere=False):
-    """The team of --team; `learners`: what it may call the learner's seats."""
-    others = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
+    """The team of --team; `learners`: the names that it may have for the learner's seats."""
+    options = (args.pool, args.seat, args.mix_teammates, args.teammate_epsilon)
     seed = seed_for(args.seed, purpose)
-    matches = 1 if _keeps_memory(args) else args.matches_per_partner
+    matches = 1 if _persists_hidden(args) else args.matches_per_partner  # episodes with the same partners
     try:
-        return Team(env, args.team, learners, *others, seed, teammates_everywhere, matches)
+        return Team(env, args.team, learners, *options, seed, teammates_everywhere, matches)
     except ValueError as error:
         raise UsageError(f"--team {args.team}: {error}") from None
 
 
-def _keeps_memory(args):
+def _persists_hidden(args):
     """Whether the matches with the same partners are one episode; not every script has that option."""
     return getattr(args, "persist_hidden", False)

@@ -32,7 +32,7 @@ class Team:
     `spec` names the seats in order: `self` gives all to the learner; `scripted` (or None) is one learner among scripted
     team-mates; otherwise numbers and names, such as 6qmix2learner. Seats rotate from match to match, so that every one
     of them is learned. A pool has run folders and names of scripted policies; in the spec `other` is any of them, and
-    an algorithm's name any of its runs. The others' actions are random with probability `epsilon`; of a pair of
+    an algorithm's name any of its runs. Team-mates' actions are random with probability `epsilon`; of a pair of
     numbers one between them is drawn for every match. With `teammates_everywhere` the team-mates' policies play
     the learner's seats as well.
     """
@@ -56,7 +56,7 @@ class Team:
         self.seed = seed
         self.rounds = 0
         self.even = False  # whether to seat everybody everywhere equally often, as an evaluation wants it
-        self.matches_per_partner = matches_per_partner  # rounds in a row with the same others
+        self.matches_per_partner = matches_per_partner  # rounds in a row with the same team-mates
         self.runs = read_pool([path for path in pool if str(path) not in env.policies], env)
         self.policy_names = [*env.policies, *(run.path for run in self.runs)]  # by policy_id
         scripts = [env.policies.index(name) for name in map(str, pool) if name in env.policies]
@@ -129,7 +129,7 @@ class Team:
         return policies
 
     def _load_runs(self):
-        """(the runs that act in one batched call, the others by policy_id)"""
+        """(the runs that act in one batched call, players of all other runs by policy_id)"""
         env = self.env
         stacked, players = {}, {}
         hidden_dims = set()
@@ -352,7 +352,7 @@ def tensors_of(player):
 
 # ---- options about teams ----
 def seat_order(env):
-    """(agents, agents): for every seat itself, then the others in the order in which its observation lists them."""
+    """(agents, agents): for every seat itself, then the rest in the order in which its observation lists them."""
     seat = torch.arange(env.n_agents)
     own = seat.unsqueeze(1)
     if env.ego_first:
@@ -396,7 +396,7 @@ def check_common_goal(args, env, team):
     if env.zero_sum and args.team == "self":
         raise UsageError(
             f"--env-id {args.env_id}: the rewards add up to zero, so a team of all players has nothing to learn; "
-            "iql.py plays against itself, and --team scripted is one learner against scripted others"
+            "iql.py plays against itself, and --team scripted is one learner against scripted opponents"
         )
     if not env.team_reward:
         print(f"In {args.env_id} every agent has a reward of its own: this learns to maximise their sum.")
