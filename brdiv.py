@@ -66,8 +66,9 @@ from training.exits import UsageError
 from training.graphs import Graphed
 from training.gru import SharedGRU
 from training.log import Metrics
+from training.metrics import gather_q
 from training.run import Run, seed_for, set_up_torch
-from training.setup import make_env
+from training.setup import make_env, set_up
 
 FIELDS = ("obs", "avail", "alive", "action", "terminated", "policy")  # recorded for learning, besides reward and seat
 
@@ -208,11 +209,6 @@ class QNetwork(nn.Module):
 
 def greedy_action(q, avail):
     return q.masked_fill(~avail, -1e9).argmax(-1)
-
-
-def gather_q(q, action):
-    """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
-    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
 
 
 def lambda_returns(reward, next_value, terminated, truncated, gamma, td_lambda):
@@ -424,10 +420,7 @@ if __name__ == "__main__":
     args = parse_args(Args, __file__)
     check_args(args)
     device = set_up_torch(args)
-    env = make_env(args, args.num_envs, device, "training")
-    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
-    team = make_team(args, env, "training")
-    eval_team = make_team(args, eval_env, "evaluation")
+    env, team, eval_env, eval_team = set_up(args, make_env, make_team, device)
     learner = Learner(args, env)
     player = Player(learner.agents, team.learner_seats, team.policy_id)
     runner = EpisodeRunner(env, team, player, FIELDS, args.cudagraphs)

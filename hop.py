@@ -15,23 +15,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.options import RunArgs, answer_help
+from training.options import RunArgs, TeamArgs, answer_help
 
 STARTED = time.time()  # before the slow imports
 
 
 @dataclass
-class Args(RunArgs):
+class Args(TeamArgs, RunArgs):
     exp_name: str = Path(__file__).stem  # the name of this experiment
 
     env_id: str = "stag_hunt_4x4"  # the environment: one with a list of goals, or any with --no-goals
-    n_agents: int | None = None  # number of agents, where the environment leaves it open
     team: str = "self"  # self (all seats learn), scripted (one learner among scripted others), or such as 3NS1learner
-    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
-    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
-    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
-    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
-    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents; prior beliefs last as long
     num_envs: int | None = None  # matches at a time (default: 256 on the GPU, 32 on the CPU)
     total_timesteps: int | None = None  # default: 400,000 on the GPU, 20,000 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 5)
@@ -80,6 +74,7 @@ from training.graphs import Graphed
 from training.log import Metrics
 from training.metrics import masked_mean
 from training.run import Run, set_up_torch
+from training.setup import set_up
 from training.team import check_unused
 
 # recorded for learning and `analyse`, besides reward and seat
@@ -596,10 +591,7 @@ if __name__ == "__main__":
     args = parse_args(Args, __file__)
     check_args(args)
     device = set_up_torch(args)
-    env = make_env(args, args.num_envs, device, "training")
-    eval_env = make_env(args, args.eval_episodes, device, "evaluation")
-    team = make_team(args, env, "training")
-    eval_team = make_team(args, eval_env, "evaluation")
+    env, team, eval_env, eval_team = set_up(args, make_env, make_team, device)
     learner = Learner(args, env)
     player = Player(learner, env, team.learner_seats, explore=True)
     runner = EpisodeRunner(env, team, player, FIELDS, args.cudagraphs)

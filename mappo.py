@@ -11,23 +11,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.options import RunArgs, answer_help
+from training.options import RunArgs, TeamArgs, answer_help
 
 STARTED = time.time()  # before the slow imports
 
 
 @dataclass
-class Args(RunArgs):
+class Args(TeamArgs, RunArgs):
     exp_name: str = Path(__file__).stem  # the name of this experiment
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
-    n_agents: int | None = None  # number of agents, where the environment leaves it open
     team: str = "self"  # self (all seats learn), scripted (one learner, scripted partners), or such as 7qmix1learner
-    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
-    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
-    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
-    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
-    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents
     persist_hidden: bool = False  # whether the hidden state outlasts a match, while the partners stay: one long episode
     oracle: bool = False  # whether observations tell the policies of the other agents, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 2048 on the GPU, 64 or with a team 512 on the CPU)
@@ -63,15 +57,15 @@ import torch.nn.functional as F
 import envs
 from training import checkpoints, setup
 from training.args import check_ranges, fill_in, parse_args, resolve_device
-from training.episodes import EpisodeRunner, gather
+from training.episodes import EpisodeRunner
 from training.exits import UsageError
-from training.graphs import Graphed
-from training.gru import SharedGRU
+from training.graphs import Graphed, store
+from training.gru import RestartingGRU
 from training.log import Metrics
-from training.oracle import PartnerOracle
-from training.rollouts import RolloutRunner
+from training.metrics import gather_q, masked_mean
+from training.rollouts import Minibatches, RolloutRunner
 from training.run import Run, set_up_torch
-from training.setup import make_team
+from training.setup import make_team, set_up
 from training.team import check_team_options
 
 VALUE_NORM_DECAY = 0.99  # of the statistics of returns, by rollout
@@ -122,7 +116,7 @@ class RecurrentNetwork(nn.Module):
         hidden = self.hidden_dim = args.hidden_dim
         self.recurrence = args.recurrence
         self.fc1 = nn.Linear(inputs + env.n_actions + env.n_agents, hidden)
-        self.rnn = SharedGRU(hidden + 1, hidden)
+        self.rnn = RestartingGRU(hidden, hidden)
         self.fc2 = nn.Linear(hidden, outputs)
         for weights, scale in ((self.fc1.weight, 2**0.5), (self.rnn.weight_hh_l0, 1.0), (self.fc2.weight, gain)):
             nn.init.orthogonal_(weights, scale)
@@ -130,9 +124,7 @@ class RecurrentNetwork(nn.Module):
         for name, bias in self.named_parameters():
             if "bias" in name:
                 nn.init.zeros_(bias)
-        # the GRU's last input is 1 where a match begins: there both gates are closed, and nothing of its state gets in
-        with torch.no_grad():
-            self.rnn.weight_ih_l0[:, -1] = torch.cat((torch.full((2 * hidden,), -1e4), torch.zeros(hidden)))
+        self.rnn.close_gates()  # after the orthogonal weights
         self.register_buffer("seat_one_hot", torch.eye(env.n_agents), persistent=False)
         self.register_buffer("actions", torch.arange(env.n_actions), persistent=False)
         self.to(env.device)
@@ -148,7 +140,7 @@ class RecurrentNetwork(nn.Module):
         seat = self.seat_one_hot[seat].expand(*x.shape[:2], -1, -1)
         start = (last_action < 0) if self.recurrence else torch.ones_like(last_action)
         x = F.relu(self.fc1(torch.cat((x, (last_action == self.actions).to(x.dtype), seat), -1)))
-        h = self.rnn(torch.cat((x, start.to(x.dtype)), -1), h)  # (time, matches, seats, hidden)
+        h = self.rnn(x, h, start)  # (time, matches, seats, hidden)
         return self.fc2(h), h
 
 
@@ -171,17 +163,8 @@ class Critic(RecurrentNetwork):
         self.moments.lerp_(batch, 1 - VALUE_NORM_DECAY)
 
 
-def masked_mean(x, mask):
-    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
-
-
 def log_softmax(logits, avail):
     return F.log_softmax(logits.masked_fill(~avail, -1e9), -1)
-
-
-def gather_q(q, action):
-    """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
-    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
 
 
 def lambda_returns(reward, next_value, terminated, truncated, gamma, td_lambda):
@@ -239,12 +222,9 @@ class Learner:
         self.optimizer = torch.optim.Adam(
             self.parameters, self.learning_rate, eps=1e-5, fused=True, capturable=args.cuda
         )
-        shape = (args.num_steps, args.num_envs, seats)
-        self.critic_h = self.critic.init_hidden(*shape[1:])  # before the first step of the next rollout
-        self.estimates = {name: torch.zeros(shape, device=env.device) for name in ("advantage", "value", "target")}
-        self.estimates |= {f"{name}_mask": self.estimates["value"] > 0 for name in ("policy", "value")}
-        self.estimates["critic_h"] = torch.zeros_like(self.critic_h).unsqueeze(0)
-        self.batch = {}
+        self.critic_h = self.critic.init_hidden(args.num_envs, seats)  # before the first step of the next rollout
+        self.estimates = {}
+        self.minibatches = Minibatches(args.num_minibatches)
         self.metrics = Metrics(env.device)
         self.graphed_estimate = Graphed(self.estimate, env.device, args.cudagraphs)
         self.graphed_update = Graphed(self.update, env.device, args.cudagraphs)
@@ -259,13 +239,8 @@ class Learner:
         self.optimizer.param_groups[0]["lr"] = self.learning_rate
         data = {name: values for name, values in rollout.items() if not name.startswith("next_")} | self.estimates
         for _ in range(self.args.update_epochs):
-            order = torch.randperm(self.args.num_envs).to(self.env.device)
-            for matches in order.chunk(self.args.num_minibatches):
-                for name, values in data.items():
-                    if name not in self.batch:  # all batches use the same memory, so that an update can be replayed
-                        self.batch[name] = values.new_empty((len(values), len(matches), *values.shape[2:]))
-                    gather(values, matches, self.batch[name])
-                self.graphed_update(self.batch)
+            for batch in self.minibatches.split(data):
+                self.graphed_update(batch)
                 self.updates += 1
 
     def critic_input(self, rollout, prefix=""):
@@ -298,11 +273,11 @@ class Learner:
         policy_mask = mask & alive if self.args.policy_alive_mask else mask
         value_mask = mask & alive if self.args.value_alive_mask else mask
         advantage = target - value
-        advantage = advantage - masked_mean(advantage, policy_mask)
-        advantage = advantage / (masked_mean(advantage.square(), policy_mask).sqrt() + 1e-5)
-        found = (advantage, output.squeeze(-1), target, policy_mask, value_mask, last_h.unsqueeze(0))
-        for estimate, values in zip(self.estimates.values(), found):
-            estimate.copy_(values)
+        advantage = advantage - masked_mean(policy_mask, advantage)
+        advantage = advantage / (masked_mean(policy_mask, advantage.square()).sqrt() + 1e-5)
+        estimates = {"advantage": advantage, "value": output.squeeze(-1), "target": target}
+        masks = {"policy_mask": policy_mask, "value_mask": value_mask}
+        store(self.estimates, estimates | masks | {"critic_h": last_h.unsqueeze(0)})
         self.critic_h.copy_(h[-1])
         if self.args.value_norm:
             self.critic.update_statistics(target, value_mask)
@@ -317,8 +292,8 @@ class Learner:
         log_ratio = torch.where(mask, gather_q(log_probs, batch["action"]) - batch["log_prob"], 0.0)
         ratio = log_ratio.exp()
         gain = torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - clip, 1 + clip))
-        policy_loss = -masked_mean(gain, mask)
-        entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), mask)
+        policy_loss = -masked_mean(mask, gain)
+        entropy = masked_mean(mask, -(log_probs.exp() * log_probs).sum(-1))
 
         mean, std = self.critic.statistics()
         target = (batch["target"] - mean) / std
@@ -327,10 +302,10 @@ class Learner:
         if self.args.clip_vloss:
             clipped = batch["value"] + (value - batch["value"]).clamp(-clip, clip)
             value_loss = torch.maximum(value_loss, F.huber_loss(clipped, target, reduction="none", delta=10.0))
-        value_loss = masked_mean(value_loss, batch["value_mask"])
+        value_loss = masked_mean(batch["value_mask"], value_loss)
         logs = {"losses/policy_loss": policy_loss, "losses/value_loss": value_loss, "losses/entropy": entropy}
-        logs["losses/approx_kl"] = masked_mean(ratio - 1 - log_ratio, mask)
-        logs["losses/clip_fraction"] = masked_mean(((ratio - 1).abs() > clip).float(), mask)
+        logs["losses/approx_kl"] = masked_mean(mask, ratio - 1 - log_ratio)
+        logs["losses/clip_fraction"] = masked_mean(mask, ((ratio - 1).abs() > clip).float())
         return policy_loss - self.args.ent_coef * entropy + value_loss, logs
 
     def update(self, batch):
@@ -363,12 +338,7 @@ if __name__ == "__main__":
     args = parse_args(Args, __file__)
     check_args(args)
     device = set_up_torch(args)
-    env = make_env(args, args.num_envs, device, "training")
-    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
-    team = make_team(args, env, "training")
-    eval_team = make_team(args, eval_env, "evaluation")
-    if args.oracle:
-        env, eval_env = PartnerOracle(env, team), PartnerOracle(eval_env, eval_team)
+    env, team, eval_env, eval_team = set_up(args, make_env, make_team, device)
     learner = Learner(args, env, team.learner_seats.shape[1])
     player = Player(learner.agents, team.learner_seats, explore=True)
     runner = RolloutRunner(env, team, player, FIELDS, args.num_steps, args.cudagraphs)

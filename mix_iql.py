@@ -16,23 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from training.options import RunArgs, answer_help
+from training.options import RunArgs, TeamArgs, answer_help
 
 STARTED = time.time()  # before the slow imports
 
 
 @dataclass
-class Args(RunArgs):
+class Args(TeamArgs, RunArgs):
     exp_name: str = Path(__file__).stem  # the name of this experiment
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
-    n_agents: int | None = None  # number of agents, where the environment leaves it open
     team: str = "scripted"  # scripted (one learner among scripted others), self (all learn), or such as 7qmix1mix
-    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
-    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
-    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
-    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
-    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents
     persist_hidden: bool = False  # whether the hidden state outlasts a match, while the partners stay: one long episode
     oracle: bool = False  # whether observations tell the policies of the other agents, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)
@@ -79,10 +73,9 @@ from training.exits import UsageError
 from training.graphs import Graphed, SideStream
 from training.gru import SharedGRU
 from training.log import Metrics
-from training.metrics import accuracy, masked_mean, usage
-from training.oracle import PartnerOracle
+from training.metrics import accuracy, gather_q, masked_mean, usage
 from training.run import Run, seed_for, set_up_torch
-from training.setup import make_env
+from training.setup import make_env, set_up
 from training.team import check_team_options, seat_order
 
 EXPERTS = ("action", "observation", "state", "return")  # what they predict
@@ -207,11 +200,6 @@ def info_nce(embedding, target, mask, temperature):
 
 def greedy_action(q, avail):
     return q.masked_fill(~avail, -1e9).argmax(-1)
-
-
-def gather_q(q, action):
-    """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
-    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
 
 
 def lambda_returns(reward, next_value, terminated, truncated, gamma, td_lambda):
@@ -473,12 +461,7 @@ if __name__ == "__main__":
     args = parse_args(Args, __file__)
     check_args(args)
     device = set_up_torch(args)
-    env = make_env(args, args.num_envs, device, "training")
-    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
-    team = make_team(args, env, "training")
-    eval_team = make_team(args, eval_env, "evaluation")
-    if args.oracle:
-        env, eval_env = PartnerOracle(env, team), PartnerOracle(eval_env, eval_team)
+    env, team, eval_env, eval_team = set_up(args, make_env, make_team, device)
     learner = Learner(args, env)
     player = Player(learner, learner.agents, team.learner_seats)
     eval_player = Player(learner, learner.target_agents, eval_team.learner_seats)

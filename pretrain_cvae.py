@@ -11,24 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from training.options import CommandArgs, answer_help
+from training.options import CommandArgs, TeamArgs, answer_help
 
 STARTED = time.time()  # before the slow imports
 
 
 @dataclass
-class Args(CommandArgs):
+class Args(TeamArgs, CommandArgs):
     exp_name: str = Path(__file__).stem  # the name of this experiment
     script: str = "omg_iql"  # the script whose networks are trained: omg_iql or a modified copy of it
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
-    n_agents: int | None = None  # number of agents, where the environment leaves it open
     team: str = "scripted"  # scripted (one learner among scripted others), or such as 7qmix1omg
-    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
-    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
-    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
-    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
-    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents
     persist_hidden: bool = False  # whether the hidden state outlasts a match, while the partners stay: one long episode
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 512 on the CPU)
 

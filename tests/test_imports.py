@@ -8,7 +8,7 @@ import pytest
 from helpers import ALL_SCRIPTS, ROOT
 from helpers import SCRIPTS as SCRIPTS_WITH_BUFFERS
 
-from training.options import RunArgs
+from training.options import RunArgs, TeamArgs
 
 PACKAGES = ("envs", "training", "scripts", "experiments")  # in the order of imports
 SCRIPTS = (*ALL_SCRIPTS, "pretrain_cvae")
@@ -58,8 +58,9 @@ def own_options(name):
     return {node.target.id for node in args.body if isinstance(node, ast.AnnAssign)}
 
 
-IN_COMMON = set.intersection(*map(own_options, SCRIPTS_WITH_BUFFERS))  # also the options about environments and teams
-OF_ALGORITHMS = set.union(*map(own_options, ALL_SCRIPTS)) - IN_COMMON - RunArgs.__dataclass_fields__.keys()
+IN_COMMON = set.intersection(*map(own_options, SCRIPTS_WITH_BUFFERS))
+OF_RUNS = RunArgs.__dataclass_fields__.keys() | TeamArgs.__dataclass_fields__.keys()
+OF_ALGORITHMS = set.union(*map(own_options, ALL_SCRIPTS)) - IN_COMMON - OF_RUNS
 
 
 def asked_for(text):

@@ -54,6 +54,14 @@ class Graphed:
             self.pool = torch.cuda.graph_pool_handle()  # the old one ends with its last graph
 
 
+def store(memory, values):
+    """Copies tensors to `memory`, by name: always the same one, so that captured functions may write and read it."""
+    for name, tensor in values.items():
+        if name not in memory:  # in the call that warms up
+            memory[name] = torch.empty_like(tensor)
+        memory[name].copy_(tensor)
+
+
 class SideStream:
     """`with side_stream:` runs its block on a second CUDA stream, beside what follows, up to `join()`.
 

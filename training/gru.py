@@ -226,6 +226,25 @@ class SharedGRU(nn.GRU):
         return torch.lerp(new, h.unsqueeze(1), torch.sigmoid(update + update_h))
 
 
+class RestartingGRU(SharedGRU):
+    """One that starts anew at some steps. It has one more input, the last, which is 1 there and closes both gates:
+    nothing of the state gets in.
+    """
+
+    def __init__(self, inputs, hidden_dim):
+        super().__init__(inputs + 1, hidden_dim)
+        self.close_gates()
+
+    @torch.no_grad()
+    def close_gates(self):
+        """To be called once the weights are initialised."""
+        self.weight_ih_l0[:, -1] = torch.cat((torch.full((2 * self.hidden_size,), -1e4), torch.zeros(self.hidden_size)))
+
+    def forward(self, x, h, start):
+        """start (time, matches, seats, 1): whether it starts anew; the rest as for SharedGRU"""
+        return super().forward(torch.cat((x, start.to(x.dtype)), -1), h)
+
+
 class SeatLinear(nn.Module):
     """A linear layer for every seat."""
 

@@ -1,7 +1,12 @@
-"""Recorded episodes: means over masks, the rows of a life, and what an opponent model knows."""
+"""Recorded episodes: values of actions, means over masks, the rows of a life, and what an opponent model knows."""
 
 import torch
 import torch.nn.functional as F
+
+
+def gather_q(q, action):
+    """(..., actions), (...) -> (...): a gather whose gradient is fast and deterministic."""
+    return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
 
 
 def masked_mean(mask, values):

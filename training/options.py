@@ -1,8 +1,9 @@
-"""The options that manage a run, which are the same in every script; --help, which answers before the slow imports.
+"""The options of run, environment and team, the same in every script; --help, which answers before the slow imports.
 
     @dataclass
-    class Args(RunArgs):
+    class Args(TeamArgs, RunArgs):
         exp_name: str = Path(__file__).stem
+        env_id: str = "3m"
         gamma: float = 0.97  # discount factor
 
 Nothing here imports torch.
@@ -51,6 +52,18 @@ class RunArgs(CommandArgs):
     eval_episodes: int = 128  # episodes of an evaluation (PyMARL: 32)
     final_eval_episodes: int = 512  # episodes of the last evaluation
     log_interval: float = 1.0  # seconds between lines of the log
+
+
+@dataclass
+class TeamArgs:
+    env_id: str = "3m"  # the environment: see envs.list_ids()
+    n_agents: int | None = None  # number of agents, where the environment leaves it open
+    team: str = "self"  # self (all seats learn), scripted (one learner, scripted partners), or such as 7qmix1learner
+    pool: tuple[str, ...] = ()  # run folders (or patterns) and scripted policies that the team is drawn from
+    seat: str = "rotate"  # the seat of a single learner: rotate, random or a number
+    mix_teammates: bool = False  # whether each team-mate draws a policy of its own, or one is drawn for a match
+    teammate_epsilon: float | tuple[float, float] = 0.0  # chance of a random action of a team-mate, or a range of it
+    matches_per_partner: int = 1  # matches in a row with the same team-mates or opponents
 
 
 def answer_help(args_class):

@@ -10,14 +10,14 @@ class PartnerOracle:
     """
 
     def __init__(self, env, team):
-        self._env = env
+        self.plain = env
         self._team = team
         self._used = torch.tensor(team.used, device=env.device)
         self.obs_dim = env.obs_dim + (env.n_agents - 1) * len(team.used)
         self._obs = torch.zeros((env.num_envs, env.n_agents, self.obs_dim), device=env.device)
 
     def __getattr__(self, name):
-        return getattr(self._env, name)
+        return getattr(self.plain, name)
 
     @property
     def obs(self):
@@ -25,24 +25,24 @@ class PartnerOracle:
 
     @property
     def while_waiting(self):
-        return self._env.while_waiting
+        return self.plain.while_waiting
 
     @while_waiting.setter
     def while_waiting(self, function):
-        self._env.while_waiting = function
+        self.plain.while_waiting = function
 
     @property
     def places(self):
         """The environment's own function, where it has one: the added columns say nothing of places."""
-        places = self._env.places
-        return lambda obs: places(obs[..., : self._env.obs_dim])
+        places = self.plain.places
+        return lambda obs: places(obs[..., : self.plain.obs_dim])
 
     def reset(self, *args, **options):
-        _, info = self._env.reset(*args, **options)
+        _, info = self.plain.reset(*args, **options)
         return self._add_policies(), info
 
     def restore(self, snapshot):
-        self._env.restore(snapshot)
+        self.plain.restore(snapshot)
         self._add_policies()
 
     def _add_policies(self):
@@ -50,13 +50,13 @@ class PartnerOracle:
         seats = torch.arange(n_agents, device=self.device)
         others = (seats.unsqueeze(1) + seats[1:]) % n_agents  # (n_agents, n_agents - 1)
         policy_id = self._team.policy_id[:, others]
-        self._obs[..., self._env.obs_dim :] = (policy_id.unsqueeze(-1) == self._used).flatten(2)
+        self._obs[..., self.plain.obs_dim :] = (policy_id.unsqueeze(-1) == self._used).flatten(2)
         return self._updated()
 
     def step(self, actions):
-        _, *results = self._env.step(actions)
+        _, *results = self.plain.step(actions)
         return self._updated(), *results
 
     def _updated(self):
-        self._obs[..., : self._env.obs_dim] = self._env.obs
+        self._obs[..., : self.plain.obs_dim] = self.plain.obs
         return self._obs

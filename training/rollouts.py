@@ -17,12 +17,30 @@ import torch
 
 from envs.batch import memory_of
 from training import checkpoints
-from training.episodes import EpisodeRunner, Episodes, play_step
+from training.episodes import EpisodeRunner, Episodes, gather, play_step
 
 # A round has time for this many matches of the longest kind. With fewer, more steps are of matches that are cut off;
 # with more, new team-mates come later. Of episodes of several matches there is time for two.
 MATCHES = 4
 STATE = ("last_action", "team_last_action", "returns", "lengths")
+
+
+class Minibatches:
+    """Splits rollouts by matches into so many parts. All use the same memory, so that an update can be replayed."""
+
+    def __init__(self, number):
+        self.number = number
+        self.memory = {}
+
+    def split(self, data):
+        """Yields parts of tensors (time, matches, ...), by name, each with other matches, drawn at random."""
+        order = torch.randperm(data["reward"].shape[1]).to(data["reward"].device)
+        for matches in order.chunk(self.number):
+            for name, values in data.items():
+                if name not in self.memory:
+                    self.memory[name] = values.new_empty((len(values), len(matches), *values.shape[2:]))
+                gather(values, matches, self.memory[name])
+            yield self.memory
 
 
 class RolloutRunner(EpisodeRunner):

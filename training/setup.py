@@ -1,9 +1,24 @@
-"""The environment and the team that the options of a script ask for."""
+"""The environments and teams that the options of a script ask for."""
 
 import envs
 from training.exits import UsageError
+from training.oracle import PartnerOracle
 from training.run import seed_for
 from training.team import Team
+
+
+def set_up(args, make_env, make_team, device):
+    """(environment, team) of training, and those of evaluations, by a script's functions; with --oracle in their view.
+
+    The real game has one environment for both.
+    """
+    env = make_env(args, args.num_envs, device, "training")
+    eval_env = make_env(args, args.eval_episodes, device, "evaluation") if env.simulated else env
+    team = make_team(args, env, "training")
+    eval_team = make_team(args, eval_env, "evaluation")
+    if getattr(args, "oracle", False):
+        env, eval_env = PartnerOracle(env, team), PartnerOracle(eval_env, eval_team)
+    return env, team, eval_env, eval_team
 
 
 def make_env(args, num_envs, device, purpose, **options):
