@@ -70,6 +70,7 @@ from training.graphs import Graphed, SideStream
 from training.gru import SharedGRU
 from training.log import Metrics
 from training.metrics import accuracy, calibration, gather_q, masked_nll, usage
+from training.opponents import learner_inputs, others, others_policies
 from training.run import Run, seed_for, set_up_torch
 from training.setup import make_env, set_up
 from training.team import check_team_options, seat_order
@@ -254,7 +255,8 @@ class Player:
         return analyse(self.learner, episodes)
 
     def after_match(self, episodes):
-        return calibration(self.log_belief, *self.learner.policies(episodes, episodes["lengths"].unsqueeze(0)))
+        seat_order, steps_left = self.learner.model.seat_order, episodes["lengths"].unsqueeze(0)
+        return calibration(self.log_belief, *others_policies(episodes, seat_order, steps_left, self.learner.used))
 
 
 def epsilon_greedy(q, avail, epsilon):
@@ -346,43 +348,15 @@ class Learner:
                 with torch.no_grad():
                     torch._foreach_copy_(self.target_parameters, self.parameters)
 
-    def inputs(self, batch):
-        """(obs, own last actions, steps left) of episodes, time first; obs is 0 behind an end and for who has left."""
-        action, avail, alive = batch["action"][:-1], batch["avail"], batch["alive"]
-        steps_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
-        visible = (steps_left >= 0).unsqueeze(-1) & (alive | (not self.env.leaving_ends))
-        obs = torch.where(visible.unsqueeze(-1), batch["obs"], 0.0)
-        last_action = torch.cat((torch.full_like(action[:1], -1), action))
-        return obs, last_action, steps_left
-
     # ALGO LOGIC: the opponent model
-    def others(self, batch, steps_left):
-        """(seats, actions, mask) of the others, (steps, matches, seats, others), in the order of `seat_order`.
-
-        The mask is set where the learner and the other are alive.
-        """
-        seat = self.model.seat_order[batch["seat"][0]][..., 1:].expand(len(steps_left) - 1, -1, -1, -1)
-        action = batch["all_action"][:-1].unsqueeze(2).expand(-1, -1, seat.shape[2], -1).gather(-1, seat)
-        alive = batch["all_alive"][:-1].unsqueeze(2).expand(-1, -1, seat.shape[2], -1).gather(-1, seat)
-        mask = batch["alive"][:-1] & (steps_left[:-1] > 0).unsqueeze(-1)
-        return seat, action, mask.unsqueeze(-1) & alive
-
-    def policies(self, batch, steps_left):
-        """(policies, mask) of the others, (rows, matches, seats, others): indices in `used`, where they are known."""
-        others = self.model.seat_order[batch["seat"][0]][..., 1:]  # (matches, seats, others)
-        policy = batch["policy"][0].unsqueeze(1).expand(-1, others.shape[1], -1).gather(-1, others)
-        one_hot = (policy.unsqueeze(-1) == self.used).int()
-        mask = (batch["alive"] & (steps_left > 0).unsqueeze(-1)).unsqueeze(-1) & one_hot.any(-1)
-        return one_hot.argmax(-1).expand_as(mask), mask
-
     def model_loss(self, batch, obs, last_action, steps_left):
         """(the Q-network's additional input at all steps, the opponent model's loss, `accuracy`'s arguments by head)"""
         seat, evidence = batch["seat"][0], batch["evidence"][0]
         inferred, _, log_probs, log_belief = self.model.unroll(obs, batch["visible_last_action"], seat, evidence)
         self.side_stream.join()  # the Q-network needs no more
-        _, action, mask = self.others(batch, steps_left)
+        _, action, mask = others(batch, self.model.seat_order, steps_left)
         loss = masked_nll(mask, log_probs[:-1], action)
-        policy, known = self.policies(batch, steps_left)
+        policy, known = others_policies(batch, self.model.seat_order, steps_left, self.used)
         loss = loss + masked_nll(known, log_belief, policy)
         heads = {"action": (mask, log_probs[:-1], action), "policy": (known, log_belief, policy)}
         return inferred, loss, heads
@@ -392,7 +366,7 @@ class Learner:
         """The loss of a batch of episodes, time first, and a dictionary of values to log."""
         action, reward = batch["action"][:-1], batch["reward"][:-1]  # (steps, matches, seats)
         avail, alive, seat = batch["avail"], batch["alive"], batch["seat"][0]
-        obs, last_action, steps_left = self.inputs(batch)
+        obs, last_action, steps_left = learner_inputs(self.env, batch)
         with self.side_stream:  # beside what follows, in the backward pass too
             inferred, model_loss, _ = self.model_loss(batch, obs, last_action, steps_left)
         h = self.agents.init_hidden(*seat.shape)
@@ -432,12 +406,10 @@ class Learner:
 @torch.no_grad()
 def analyse(learner, episodes):
     """How right the model is in recorded episodes, and how much Q depends on it: docs/belief_iql.md."""
-    inputs = learner.inputs(episodes)
+    inputs = learner_inputs(learner.env, episodes)
     inferred, _, heads = learner.model_loss(episodes, *inputs)
     metrics = {f"{name}_accuracy": accuracy(*head).item() for name, head in heads.items() if head[0].any()}
-    if inferred.shape[1] > 1:  # a single match has no other to exchange with
-        metrics |= usage(learner.target_agents, episodes, inputs, inferred)
-    return metrics
+    return metrics | usage(learner.target_agents, episodes, inputs, inferred)
 
 
 def known_policies(run):

@@ -67,6 +67,7 @@ from training.graphs import Graphed, SideStream
 from training.gru import SharedGRU
 from training.log import Metrics
 from training.metrics import accuracy, gather_q, masked_mean, usage
+from training.opponents import learner_inputs, others
 from training.run import Run, seed_for, set_up_torch
 from training.setup import make_env, set_up
 from training.team import check_team_options, seat_order
@@ -315,32 +316,12 @@ class Learner:
                 with torch.no_grad():
                     torch._foreach_copy_(self.target_parameters, self.parameters)
 
-    def inputs(self, batch):
-        """(obs, own last actions, steps left) of episodes, time first; obs is 0 behind an end and for who has left."""
-        action, avail, alive = batch["action"][:-1], batch["avail"], batch["alive"]
-        steps_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
-        visible = (steps_left >= 0).unsqueeze(-1) & (alive | (not self.env.leaving_ends))
-        obs = torch.where(visible.unsqueeze(-1), batch["obs"], 0.0)
-        last_action = torch.cat((torch.full_like(action[:1], -1), action))
-        return obs, last_action, steps_left
-
     # ALGO LOGIC: the opponent model
-    def others(self, batch, steps_left):
-        """(seats, actions, mask) of the others, (steps, matches, seats, others), in the order of `seat_order`.
-
-        The mask is set where the learner and the other are alive.
-        """
-        seat = self.model.seat_order[batch["seat"][0]][..., 1:].expand(len(steps_left) - 1, -1, -1, -1)
-        action = batch["all_action"][:-1].unsqueeze(2).expand(-1, -1, seat.shape[2], -1).gather(-1, seat)
-        alive = batch["all_alive"][:-1].unsqueeze(2).expand(-1, -1, seat.shape[2], -1).gather(-1, seat)
-        mask = batch["alive"][:-1] & (steps_left[:-1] > 0).unsqueeze(-1)
-        return seat, action, mask.unsqueeze(-1) & alive
-
     def model_loss(self, batch, obs, last_action, steps_left):
         """(the Q-network's additional input at all steps, the opponent model's loss, `accuracy`'s arguments by head)"""
         inferred, _, log_probs = self.model.unroll(obs, batch["visible_last_action"], batch["seat"][0])
         self.side_stream.join()  # the Q-network needs no more
-        _, action, mask = self.others(batch, steps_left)
+        _, action, mask = others(batch, self.model.seat_order, steps_left)
         loss = masked_mean(mask, -gather_q(log_probs[:-1], action))
         heads = {"action": (mask, log_probs[:-1], action)}
         return inferred, loss, heads
@@ -350,7 +331,7 @@ class Learner:
         """The loss of a batch of episodes, time first, and a dictionary of values to log."""
         action, reward = batch["action"][:-1], batch["reward"][:-1]  # (steps, matches, seats)
         avail, alive, seat = batch["avail"], batch["alive"], batch["seat"][0]
-        obs, last_action, steps_left = self.inputs(batch)
+        obs, last_action, steps_left = learner_inputs(self.env, batch)
         with self.side_stream:  # beside what follows, in the backward pass too
             inferred, model_loss, _ = self.model_loss(batch, obs, last_action, steps_left)
         h = self.agents.init_hidden(*seat.shape)
@@ -390,12 +371,10 @@ class Learner:
 @torch.no_grad()
 def analyse(learner, episodes):
     """How right the model is in recorded episodes, and how much Q depends on it: docs/opponent_models.md."""
-    inputs = learner.inputs(episodes)
+    inputs = learner_inputs(learner.env, episodes)
     inferred, _, heads = learner.model_loss(episodes, *inputs)
     metrics = {f"{name}_accuracy": accuracy(*head).item() for name, head in heads.items()}
-    if inferred.shape[1] > 1:  # a single match has no other to exchange with
-        metrics |= usage(learner.target_agents, episodes, inputs, inferred)
-    return metrics
+    return metrics | usage(learner.target_agents, episodes, inputs, inferred)
 
 
 def load_player(run, env, seats):

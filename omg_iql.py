@@ -87,6 +87,7 @@ from training.graphs import Graphed, SideStream
 from training.gru import SharedGRU
 from training.log import Metrics, Progress
 from training.metrics import code_metrics, gather_q, last_alive_row, masked_mean, place_metrics, probes, usage
+from training.opponents import learner_inputs
 from training.oracle import PartnerOracle
 from training.run import Run, seed_for, set_up_torch
 from training.setup import make_env, set_up
@@ -461,15 +462,6 @@ class Learner:
                 with torch.no_grad():
                     torch._foreach_copy_(self.target_parameters, self.parameters)
 
-    def inputs(self, batch):
-        """(obs, own last actions, steps left) of episodes, time first; obs is 0 behind an end and for who has left."""
-        action, avail, alive = batch["action"][:-1], batch["avail"], batch["alive"]
-        steps_left = batch["lengths"] - torch.arange(len(avail), device=avail.device).unsqueeze(1)  # (rows, matches)
-        visible = (steps_left >= 0).unsqueeze(-1) & (alive | (not self.env.leaving_ends))
-        obs = torch.where(visible.unsqueeze(-1), batch["obs"], 0.0)
-        last_action = torch.cat((torch.full_like(action[:1], -1), action))
-        return obs, last_action, steps_left
-
     def set_mix_probability(self, probability):
         """The probability of the selected subgoal in updates; once it is 0, updates need one unroll less."""
         if self.args.q_subgoal == "mixed":
@@ -568,7 +560,7 @@ class Learner:
 
     def update(self, batch):
         """One step of the optimiser. On the GPU the opponent model's part runs on a second stream, backwards too."""
-        inputs = self.inputs(batch)
+        inputs = learner_inputs(self.env, batch)
         obs, last_action, _ = inputs
         seat, last_actions = batch["seat"][0], batch["visible_last_action"]
         h = self.agents.init_hidden(*seat.shape)
@@ -726,7 +718,7 @@ def load_vae(args, env, model):
 def analyse(learner, episodes):
     """What the inferred subgoals know, in recorded episodes: docs/omg_iql.md defines the metrics."""
     env, agents, model = learner.env, learner.target_agents, learner.target_model
-    inputs = learner.inputs(episodes)
+    inputs = learner_inputs(learner.env, episodes)
     obs, last_action, steps_left = inputs
     seat = episodes["seat"][0]
     with preserved_rng(env.device):  # --code sample draws

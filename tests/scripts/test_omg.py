@@ -24,6 +24,7 @@ from training import checkpoints
 from training.episodes import EpisodeRunner, load_runner, visible_last_action
 from training.graphs import SideStream
 from training.metrics import exchanged, hit_ratio, last_alive_row, linear_probe, place_errors, split_by_seat, usage
+from training.opponents import learner_inputs
 from training.run import Run
 from training.team import Team
 
@@ -393,7 +394,7 @@ def test_losses_are_the_models_and_the_q_networks_one_after_the_other(options):
     batch = random_batch(env)
 
     def by_hand(learner):
-        inputs, seat = learner.inputs(batch), batch["seat"][0]
+        inputs, seat = learner_inputs(learner.env, batch), batch["seat"][0]
         obs, last_action, _ = inputs
         inferred = learner.model.unroll(obs, batch["visible_last_action"], seat)
         h = learner.agents.init_hidden(*seat.shape)
@@ -550,7 +551,7 @@ def test_by_default_nothing_is_drawn_but_what_is_mixed():
         reference.loss_of(learner, batch)
     inferred, mixed, *again = read
     assert torch.equal(inferred, again[0]) and torch.equal(mixed, again[1]) and not torch.equal(inferred, mixed)
-    inputs = learner.inputs(batch)
+    inputs = learner_inputs(learner.env, batch)
     _, _, (mean, _) = learner.model.unroll(inputs[0], batch["visible_last_action"], batch["seat"][0])
     torch.testing.assert_close(inferred, mean)
     codes, _ = learner.model.vae.encode(inputs[0][..., env.about_others])
@@ -719,13 +720,13 @@ def test_usage_is_what_depends_on_the_policies(told, within, across):
     action = torch.randint(4, (42, 20, 2))
     action[: round(40 * told)] = policy.view(1, -1, 1)
     inferred = torch.nn.functional.one_hot(action, 4).float()
-    found = usage(ActsAsInferred(), batch, learner.inputs(batch), inferred)
+    found = usage(ActsAsInferred(), batch, learner_inputs(learner.env, batch), inferred)
     tolerance = 0 if told == 1 else 0.03
     assert found["swap_same"] == pytest.approx(within, abs=tolerance)
     assert found["swap_other"] == pytest.approx(across, abs=tolerance)
     assert found["usage"] == pytest.approx(found["swap_other"] - found["swap_same"])
     batch["avail"][..., 1:] = False  # there is nothing to choose
-    assert set(usage(ActsAsInferred(), batch, learner.inputs(batch), inferred).values()) == {0.0}
+    assert set(usage(ActsAsInferred(), batch, learner_inputs(learner.env, batch), inferred).values()) == {0.0}
 
 
 def test_what_is_inferred_behind_an_end_is_not_exchanged():
@@ -733,10 +734,10 @@ def test_what_is_inferred_behind_an_end_is_not_exchanged():
     learner, batch = make_learner(env), random_batch(env, (3, 8, 5), ((0,), (1,), (2,)), ((1, 1, 4),))
     batch["policy_id"] = torch.tensor([[-1, 1, 1], [2, -1, 2], [1, 1, -1]])
     inferred = torch.randn(10, 3, 1, 4)
-    before = usage(learner.target_agents, batch, learner.inputs(batch), inferred)
+    before = usage(learner.target_agents, batch, learner_inputs(learner.env, batch), inferred)
     for match, end in enumerate((3, 4, 5)):  # the second learner dies
         inferred[end:, match] = 100.0
-    assert usage(learner.target_agents, batch, learner.inputs(batch), inferred) == before
+    assert usage(learner.target_agents, batch, learner_inputs(learner.env, batch), inferred) == before
 
 
 def test_both_halves_of_the_matches_have_every_seat():

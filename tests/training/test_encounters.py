@@ -18,6 +18,7 @@ from experiments import evaluate
 from training import checkpoints
 from training.episodes import EpisodeRunner, Inputs, RandomPlayer, load_runner
 from training.metrics import calibration
+from training.opponents import learner_inputs, others_policies
 from training.oracle import PartnerOracle
 from training.team import Team
 
@@ -187,7 +188,7 @@ def test_a_belief_starts_where_the_last_match_ended(env_id, team, carry_belief):
         else:
             assert not evidence.any()
         episodes = runner.selection()
-        obs, _, _ = learner.inputs(episodes)
+        obs, _, _ = learner_inputs(learner.env, episodes)
         with torch.no_grad():
             *_, log_belief = model.unroll(obs, episodes["visible_last_action"], episodes["seat"][0], evidence)
         alive = episodes["alive"].clone()
@@ -264,7 +265,7 @@ def test_a_belief_comes_close_to_exact_bayes(env_id):
         buffer.add(runner.play(0.02))
         for batch in buffer.sample(8, args.batch_size):
             optimizer.zero_grad()
-            learner.model_loss(batch, *learner.inputs(batch))[1].backward()
+            learner.model_loss(batch, *learner_inputs(learner.env, batch))[1].backward()
             optimizer.step()
 
     def step_and_remember(actions):
@@ -289,7 +290,9 @@ def test_a_belief_comes_close_to_exact_bayes(env_id):
                     exact[match, k] += kuhn_log_likelihood(kuhn.FIXED[name], actions, hands)
                 else:
                     exact[match, k] += memory_one_log_likelihood(MEMORY_ONE[name], actions, 1 - seat)
-        policy, known = learner.policies(episodes, episodes["lengths"].unsqueeze(0))
+        policy, known = others_policies(
+            episodes, learner.model.seat_order, episodes["lengths"].unsqueeze(0), learner.used
+        )
         beliefs = (of_bayes, exact.log_softmax(-1).view_as(player.log_belief)), (of_model, player.log_belief)
         for found, log_belief in beliefs:
             for name, value in calibration(log_belief, policy, known).items():
