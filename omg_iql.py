@@ -81,14 +81,15 @@ import torch.nn.functional as F
 from training import checkpoints, play, setup
 from training.args import buffer_size, check_ranges, fill_in, fill_in_sizes, parse_args, resolve_device
 from training.buffers import SavedBuffer, allocate, padded_length
-from training.episodes import EpisodeRunner, RandomPlayer, gather, preserved_rng, rng_state, set_rng_state
+from training.episodes import EpisodeRunner, RandomPlayer, gather, preserved_rng
 from training.exits import UsageError
 from training.graphs import Graphed, SideStream
 from training.gru import SharedGRU
-from training.log import Metrics, Progress
+from training.log import Metrics
 from training.metrics import code_metrics, gather_q, last_alive_row, masked_mean, place_metrics, probes, usage
 from training.opponents import learner_inputs
 from training.oracle import PartnerOracle
+from training.pretraining import Phases, load_pretrained
 from training.run import Run, seed_for, set_up_torch
 from training.setup import make_env, set_up
 from training.team import check_team_options, seat_order
@@ -617,46 +618,35 @@ def cvae_loss(args, model, episodes, matches):
 
 
 class Pretraining:
-    """Trains the VAE on the states of played episodes, then the CVAE to expect the next state.
-    A run that is stopped goes on after the same update; the episodes are not saved but played again."""
+    """Trains the VAE on the states of played episodes, then the CVAE to expect the next state."""
 
     def __init__(self, args, model, runner):
-        self.args, self.model, self.runner = args, model, runner
-        self.total = args.pretrain_updates + (0 if args.paper else args.pretrain_updates // 10)
+        self.args, self.model = args, model
         parameters = model.vae.parameters(), [p for n, p in model.named_parameters() if not n.startswith("vae.")]
         self.optimizers = [torch.optim.Adam(group, args.model_learning_rate, fused=True) for group in parameters]
-        self.progress = {"update": 0}
-        self.start, self.rng = {"rng": rng_state(args.cuda), "runner": runner.state_dict()}, None  # before the episodes
+        self.phases = Phases(runner, self.optimizers, args.cuda)
 
     def run(self, log, after_update=lambda: None):
         """Returns the held-out errors: {"recon": ..., "kl": ..., "inference": ..., "states": number of states}."""
-        args, model, progress = self.args, self.model, self.progress
-        set_rng_state(self.start["rng"])
-        self.runner.load_state_dict(self.start["runner"])
-        with Progress("Pre-training, play of the others: ", args.pretrain_timesteps, "steps") as shown:
-            *rounds, held_out = self.runner.collect(args.pretrain_timesteps, shown.show)
+        args, model, phases = self.args, self.model, self.phases
+        *rounds, held_out = phases.play(args.pretrain_timesteps)
         states = torch.cat([model.states(episodes, episodes["obs"])[episodes["mask"]] for episodes in rounds])
         test_states = model.states(held_out, held_out["obs"])[held_out["mask"]][:8192]
         if not args.paper:  # features that are 0 or 1, and both of them
             model.vae.binary.copy_(((states == 0) | (states == 1)).all(0) & (states.amin(0) < states.amax(0)))
-        if progress["update"] and self.rng is not None:  # before the first update it follows from the episodes
-            set_rng_state(self.rng)
-        errors = {}
-        for name, first, last in (("VAE", 0, args.pretrain_updates), ("CVAE", args.pretrain_updates, self.total)):
-            model.vae.requires_grad_(name == "VAE")
-            with Progress(f"Pre-training, {name}: ", last - first, "updates", progress["update"] - first) as shown:
-                while progress["update"] < last:
-                    if name == "VAE":
-                        self.update_vae(states)
-                    else:
-                        self.update_cvae(rounds[progress["update"] % len(rounds)])
-                    if progress["update"] % 100 == 0:
-                        errors = self.errors(test_states, held_out)
-                        for key, error in errors.items():
-                            log.add_scalar(f"pretrain/{key}", error, progress["update"])
-                    shown.show(progress["update"] - first, ", ".join(f"{k} {e:.4f}" for k, e in errors.items()))
-                    after_update()
-        return self.errors(test_states, held_out) | {"states": len(states)}
+
+        def errors():
+            return self.errors(test_states, held_out)
+
+        def update_cvae():
+            self.update_cvae(rounds[phases.progress["update"] % len(rounds)])
+
+        model.vae.requires_grad_(True)
+        phases.train("VAE", args.pretrain_updates, lambda: self.update_vae(states), errors, log, after_update)
+        model.vae.requires_grad_(False)
+        if not args.paper:
+            phases.train("CVAE", args.pretrain_updates // 10, update_cvae, errors, log, after_update)
+        return errors() | {"states": len(states)}
 
     @torch.no_grad()
     def errors(self, states, episodes):
@@ -667,7 +657,7 @@ class Pretraining:
 
     def update_vae(self, states):
         """Its learning rate rises at first and falls to 0: at a constant one it would take thrice the updates."""
-        done = self.progress["update"] / self.args.pretrain_updates
+        done = self.phases.progress["update"] / self.args.pretrain_updates
         self.optimizers[0].param_groups[0]["lr"] = 6 * self.args.model_learning_rate * min(10 * done + 0.01, 1 - done)
         batch = states[torch.randint(len(states), (1024 if self.args.cuda else 256,), device=states.device)]
         self.step(self.optimizers[0], vae_loss(self.args, self.model.vae, batch)[0])
@@ -680,38 +670,12 @@ class Pretraining:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        self.progress["update"] += 1
-
-    def attend(self, should_stop, show_progress):
-        self.runner.attend(should_stop, show_progress)
-
-    def state_dict(self):
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        return {"rng": rng_state(self.args.cuda), "start": self.start, "optimizers": optimizers, **self.progress}
-
-    def load_state_dict(self, state):
-        for matches in (state["start"]["runner"], self.runner.state_dict()):  # what does not fit is refused now
-            self.runner.load_state_dict(matches)
-        self.rng, self.start = state["rng"], state["start"]
-        checkpoints.check_rng_states(self.rng, self.start["rng"])
-        self.progress = {name: checkpoints.check_count(state, name, type(old)) for name, old in self.progress.items()}
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            checkpoints.load_optimizer(optimizer, saved)
 
 
 def requirements(args, env):
     """What pre-trained networks depend on."""
     choices = {name: getattr(args, name) for name in ("latent_dim", "subgoal_input", "predict")}
     return {"map": env.name.removeprefix("sc2/"), **checkpoints.env_sizes(env), **choices}
-
-
-def load_vae(args, env, model):
-    """Loads the file of --vae; one that was made for something else is rejected."""
-    try:
-        networks = checkpoints.read_networks(args.vae, requirements(args, env))
-        checkpoints.load_weights("it", "model", model, networks.get("model", {}))
-    except ValueError as error:
-        raise UsageError(f"--vae {args.vae}: {error}") from None
 
 
 @torch.no_grad()
@@ -726,24 +690,9 @@ def analyse(learner, episodes):
     metrics = code_metrics(episodes, steps_left, *code)
     if learner.args.subgoal_input != "state" and hasattr(env, "places"):
         metrics |= place_metrics(env, episodes, steps_left, *model.views(subgoal, obs), learner.args.selector)
-    if len(seat) > 1:  # a single match has nothing to exchange or to hold out
-        metrics |= usage(agents, episodes, inputs, subgoal)
-        _, h = agents(obs, last_action, agents.init_hidden(*seat.shape), seat, subgoal)
-        metrics |= probes(env, episodes, steps_left, {"": code[0], "_view": torch.cat((obs, h), -1)})
-    return metrics
-
-
-@torch.no_grad()
-def reconstruction(runner, model, steps=10):
-    """A picture of a match after some steps, with the others where the model's VAE has them."""
-    env, team = runner.env, runner.team
-    env.reset()
-    for _ in range(min(steps, env.episode_limit // 2)):
-        env.step(runner.policy())
-    obs = team.select(env.obs)
-    seat = int(team.learner_seats[0, 0])
-    code, _ = model.vae.encode(model.states({}, obs))
-    return env.render(goals=play.predicted_places(env, seat, *model.views(code, obs)), sight=seat)
+    metrics |= usage(agents, episodes, inputs, subgoal)
+    _, h = agents(obs, last_action, agents.init_hidden(*seat.shape), seat, subgoal)
+    return metrics | probes(env, episodes, steps_left, {"": code[0], "_view": torch.cat((obs, h), -1)})
 
 
 def load_player(run, env, seats):
@@ -769,15 +718,16 @@ if __name__ == "__main__":
     eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, FIELDS, args.cudagraphs)
     buffer = ReplayBuffer(args, runner.episodes, device)
     if args.vae and not args.resume:
-        load_vae(args, env, learner.model)
+        load_pretrained("--vae", args.vae, requirements(args, env), learner.model, "model")
     state = {"buffer": SavedBuffer(buffer, args.save_buffer), "runner": runner, "eval_runner": eval_runner}
-    if not (args.init or args.vae):
+    if not (args.init or args.vae):  # its own pre-training, on episodes in which others play everywhere
         plain_env = env.plain if args.oracle else env
         pretraining_team = make_team(args, plain_env, "pre-training", teammates_everywhere=True)
         watched = PartnerOracle(plain_env, pretraining_team) if args.oracle else env
         pretrain_fields = [*PRETRAIN_FIELDS, *state_field]
         pretrain_runner = EpisodeRunner(watched, pretraining_team, RandomPlayer(), pretrain_fields, args.cudagraphs)
-        state["pretraining"] = pretraining = Pretraining(args, learner.model, pretrain_runner)
+        pretraining = Pretraining(args, learner.model, pretrain_runner)
+        state["pretraining"] = pretraining.phases
 
     with Run(args, __file__, STARTED, env, learner, state, rows_before=2 * args.pretrain_updates) as run:
         if run.steps == 0 and not args.init:

@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 import envs
 from omg_iql import PAPER, PRETRAIN_FIELDS, PRETRAIN_TIMESTEPS
-from training import checkpoints
+from training import checkpoints, play
 from training.args import check_ranges, command, fill_in, from_command_line, resolve_device
 from training.episodes import EpisodeRunner, RandomPlayer
 from training.exits import UsageError, exit_on_signals
@@ -82,7 +82,10 @@ if __name__ == "__main__":
     if not checkpoints.write(content, folder / "vae.pt") or not write_json(results, folder / "results.json"):
         raise SystemExit(1)
     if args.subgoal_input != "state" and env.simulated and hasattr(env, "scene"):
-        writer.add_image("pretrain/rebuilt", script.reconstruction(runner, model), args.pretrain_updates)
+        picture = play.picture_of_views(
+            runner, lambda obs: model.views(model.vae.encode(model.states({}, obs))[0], obs)
+        )
+        writer.add_image("pretrain/rebuilt", picture, args.pretrain_updates)
     writer.close()
     same = ("paper", "env_id", "n_agents", "team", "pool", "latent_dim", "subgoal_input", "predict")
     print("use it with:", command(args, PAPER if args.paper else {}, same, vae=folder / "vae.pt"))

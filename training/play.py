@@ -88,6 +88,20 @@ def predicted_places(env, seat, predicted_obs, obs):
     return [(seat, *place) for place, seen in zip(places.tolist(), visible.tolist()) if seen]
 
 
+@torch.no_grad()
+def picture_of_views(runner, views, steps=10):
+    """A picture of a match after some steps, with the others where views have them that were made of observations.
+
+    views(obs) -> (such views, the present ones), each (matches, seats, obs_dim)
+    """
+    env, team = runner.env, runner.team
+    env.reset()
+    for _ in range(min(steps, env.episode_limit // 2)):
+        env.step(runner.policy())
+    seat = int(team.learner_seats[0, 0])
+    return env.render(goals=predicted_places(env, seat, *views(team.select(env.obs))), sight=seat)
+
+
 # ---- playing ----
 def play(env, act, goals, seed, watch=lambda scene: None):
     """Plays a match; returns (its scenes, its summary). Each scene is passed to `watch` at once."""

@@ -25,6 +25,7 @@ from training.episodes import EpisodeRunner, load_runner, visible_last_action
 from training.graphs import SideStream
 from training.metrics import exchanged, hit_ratio, last_alive_row, linear_probe, place_errors, split_by_seat, usage
 from training.opponents import learner_inputs
+from training.pretraining import load_pretrained
 from training.run import Run
 from training.team import Team
 
@@ -846,14 +847,16 @@ def test_a_file_is_for_a_map_real_or_simulated(tmp_path):
     args = learner.args
     args = replace(args, vae=tmp_path / "vae.pt")
     with pytest.raises(SystemExit, match="no such file"):
-        omg_iql.load_vae(args, simulation, learner.model)
+        load_pretrained("--vae", args.vae, omg_iql.requirements(args, simulation), learner.model, "model")
     networks = {"model": other.model.state_dict()}
     torch.save({"requirements": omg_iql.requirements(args, simulation), "networks": networks}, args.vae)
-    omg_iql.load_vae(args, env_spec(name="sc2/3m"), learner.model)
+    real = env_spec(name="sc2/3m")
+    load_pretrained("--vae", args.vae, omg_iql.requirements(args, real), learner.model, "model")
     assert_same_weights(learner.model.state_dict(), networks["model"])
     for change in ({"name": "8m"}, {"obs_dim": 9}):  # another map of the same sizes, other sizes of the same map
         with pytest.raises(SystemExit, match=r"is for (map '3m', not 8m|obs_dim 5, not 9)$"):
-            omg_iql.load_vae(args, env_spec(**{"name": "3m", **change}), learner.model)
+            required = omg_iql.requirements(args, env_spec(**{"name": "3m", **change}))
+            load_pretrained("--vae", args.vae, required, learner.model, "model")
 
 
 @pytest.mark.parametrize("team", ["self", "4omg"])

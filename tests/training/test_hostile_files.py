@@ -22,6 +22,7 @@ from experiments.jobs import run_all
 from training import checkpoints, files, play
 from training.args import parse_args
 from training.episodes import load_runner
+from training.pretraining import load_pretrained
 from training.run import initialise_from
 from training.team import Team, read_pool
 
@@ -200,13 +201,13 @@ def test_files_of_other_kinds(original, content, tmp_path):
         path.write_bytes(content)
     else:
         torch.save(torch.nn.Linear(2, 2) if isinstance(content, str) else content, path)
-    env, vae = envs.make("3m"), SimpleNamespace(vae=path, latent_dim=1, subgoal_input="obs", predict="view")
+    env, vae = envs.make("3m"), SimpleNamespace(latent_dim=1, subgoal_input="obs", predict="view")
     for load in (
         lambda: resume(tmp_path),
         lambda: load_runner(tmp_path, env),
         lambda: read_pool([str(tmp_path)], env),
         lambda: initialise_from(tmp_path, SimpleNamespace(env=env)),
-        lambda: omg_iql.load_vae(vae, env, None),
+        lambda: load_pretrained("--vae", path, omg_iql.requirements(vae, env), None, "model"),
     ):
         assert str(tmp_path) in refused(load)
 
