@@ -72,7 +72,7 @@ from training.episodes import EpisodeRunner, round_up
 from training.exits import UsageError
 from training.graphs import Graphed
 from training.log import Metrics
-from training.metrics import masked_mean
+from training.metrics import log_softmax, masked_mean
 from training.run import Run, set_up_torch
 from training.setup import set_up
 from training.team import check_unused
@@ -166,10 +166,6 @@ class Network(nn.Module):
 
 def one_hot(index, size):
     return index.unsqueeze(-1) == torch.arange(size, device=index.device)
-
-
-def log_softmax(logits, avail):
-    return F.log_softmax(logits.masked_fill(~avail, -1e9), -1)
 
 
 def gumbel(like):

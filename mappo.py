@@ -57,12 +57,13 @@ import torch.nn.functional as F
 import envs
 from training import checkpoints, setup
 from training.args import check_ranges, fill_in, parse_args, resolve_device
+from training.buffers import SavedTensors
 from training.episodes import EpisodeRunner
 from training.exits import UsageError
 from training.graphs import Graphed, store
 from training.gru import RestartingGRU
 from training.log import Metrics
-from training.metrics import gather_q, masked_mean
+from training.metrics import gather_q, log_softmax, masked_mean
 from training.rollouts import Minibatches, RolloutRunner
 from training.run import Run, set_up_torch
 from training.setup import make_team, set_up
@@ -161,10 +162,6 @@ class Critic(RecurrentNetwork):
         entries = (torch.ones_like(returns), returns, returns.square())  # each counts the same, in any rollout
         batch = torch.stack([torch.where(mask, x, 0.0).mean() for x in entries])
         self.moments.lerp_(batch, 1 - VALUE_NORM_DECAY)
-
-
-def log_softmax(logits, avail):
-    return F.log_softmax(logits.masked_fill(~avail, -1e9), -1)
 
 
 def lambda_returns(reward, next_value, terminated, truncated, gamma, td_lambda):
@@ -319,12 +316,6 @@ class Learner:
         self.optimizer.found_inf = (~finite).float()  # the optimiser skips such a step
         self.optimizer.step()
 
-    def state_dict(self):
-        return {"critic_h": self.critic_h}
-
-    def load_state_dict(self, state):
-        self.critic_h.copy_(state["critic_h"])
-
 
 def load_player(run, env, seats):
     """The greedy policy of a run, playing `seats` (matches, seats) of matches like those of `env`."""
@@ -344,7 +335,7 @@ if __name__ == "__main__":
     runner = RolloutRunner(env, team, player, FIELDS, args.num_steps, args.cudagraphs)
     eval_player = Player(learner.agents, eval_team.learner_seats)
     eval_runner = EpisodeRunner(eval_env, eval_team, eval_player, cudagraphs=args.cudagraphs)
-    state = {"learner": learner, "runner": runner, "eval_runner": eval_runner}
+    state = {"learner": SavedTensors(critic_h=learner.critic_h), "runner": runner, "eval_runner": eval_runner}
 
     with Run(args, __file__, STARTED, env, learner, state) as run:
         while run.in_progress():

@@ -634,19 +634,14 @@ class Pretraining:
         test_states = model.states(held_out, held_out["obs"])[held_out["mask"]][:8192]
         if not args.paper:  # features that are 0 or 1, and both of them
             model.vae.binary.copy_(((states == 0) | (states == 1)).all(0) & (states.amin(0) < states.amax(0)))
-
-        def errors():
-            return self.errors(test_states, held_out)
-
-        def update_cvae():
-            self.update_cvae(rounds[phases.progress["update"] % len(rounds)])
-
+        reports = (lambda: self.errors(test_states, held_out), log, after_update)
         model.vae.requires_grad_(True)
-        phases.train("VAE", args.pretrain_updates, lambda: self.update_vae(states), errors, log, after_update)
+        phases.train("VAE", args.pretrain_updates, lambda done: self.update_vae(states), *reports)
         model.vae.requires_grad_(False)
         if not args.paper:
-            phases.train("CVAE", args.pretrain_updates // 10, update_cvae, errors, log, after_update)
-        return errors() | {"states": len(states)}
+            updates = args.pretrain_updates // 10
+            phases.train("CVAE", updates, lambda done: self.update_cvae(rounds[done % len(rounds)]), *reports)
+        return self.errors(test_states, held_out) | {"states": len(states)}
 
     @torch.no_grad()
     def errors(self, states, episodes):

@@ -50,3 +50,17 @@ class SavedBuffer:
         buffer.cursor = state["cursor"]
         for name, values in state["episodes"].items():
             buffer.data[name][:, : values.shape[1]] = values.to(buffer.data[name].device)
+
+
+class SavedTensors:
+    """Tensors by name that a resumed run has as they were."""
+
+    def __init__(self, **tensors):
+        self.tensors = tensors
+
+    def state_dict(self):
+        return self.tensors
+
+    def load_state_dict(self, state):
+        for name, tensor in self.tensors.items():
+            tensor.copy_(state[name])

@@ -9,6 +9,11 @@ def gather_q(q, action):
     return torch.where(action.unsqueeze(-1) == torch.arange(q.shape[-1], device=q.device), q, 0.0).sum(-1)
 
 
+def log_softmax(logits, avail):
+    """Log-probabilities of actions (..., actions), among those that are available."""
+    return F.log_softmax(logits.masked_fill(~avail, -1e9), -1)
+
+
 def masked_mean(mask, values):
     """The mean of the values where the mask is set."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)

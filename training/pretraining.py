@@ -2,7 +2,7 @@
 
 phases = Phases(runner, optimizers, args.cuda)          # part of the `state` of a run
 *rounds, held_out = phases.play(steps)
-phases.train("VAE", 1000, update, errors, log)          # calls update() 1000 times, and logs errors() now and then
+phases.train("VAE", 1000, update, errors, log)          # 1000 times update(number), now and then errors()
 phases.train("CVAE", 100, ...)
 """
 
@@ -36,12 +36,15 @@ class Phases:
         return rounds
 
     def train(self, name, updates, update, errors, log, after_update=lambda: None):
-        """A phase of so many updates, or what is left of it. errors() returns numbers by name."""
+        """A phase of so many updates, or what is left of it: update(number of updates made in all phases).
+
+        errors() returns numbers by name.
+        """
         first, last = self.planned, self.planned + updates
         self.planned = last
         with Progress(f"Pre-training, {name}: ", updates, "updates", self.progress["update"] - first) as shown:
             while self.progress["update"] < last:
-                update()
+                update(self.progress["update"])
                 self.progress["update"] += 1
                 done = self.progress["update"]
                 if done % LOG_EVERY == 0:

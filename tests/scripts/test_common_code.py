@@ -32,12 +32,12 @@ OF_POPULATION_SCRIPTS = {  # that they do not have in common with iql.py
 }  # fmt: skip
 LINES = {
     "iql": 340, "vdn": 345, "qmix": 375, "qtran": 425, "naive_om_iql": 425, "liam_iql": 425, "mix_iql": 475,
-    "belief_iql": 470, "ippo": 365, "mappo": 365, "coma": 405, "brdiv": 460, "hop": 620, "omg_iql": 765,
+    "belief_iql": 470, "ippo": 355, "mappo": 355, "coma": 405, "brdiv": 460, "hop": 620, "omg_iql": 760,
     "pretrain_cvae": 95,
 }  # fmt: skip
 CHANGED_LINES = {
     ("iql", "vdn"): 20, ("vdn", "qmix"): 65, ("qmix", "qtran"): 135, ("iql", "naive_om_iql"): 210,
-    ("naive_om_iql", "liam_iql"): 100, ("naive_om_iql", "omg_iql"): 465, ("liam_iql", "mix_iql"): 105,
+    ("naive_om_iql", "liam_iql"): 100, ("naive_om_iql", "omg_iql"): 460, ("liam_iql", "mix_iql"): 105,
     ("naive_om_iql", "belief_iql"): 120, ("ippo", "mappo"): 10, ("iql", "brdiv"): 250,
 }  # fmt: skip
 
