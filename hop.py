@@ -25,7 +25,7 @@ class Args(TeamArgs, RunArgs):
     exp_name: str = Path(__file__).stem  # the name of this experiment
 
     env_id: str = "stag_hunt_4x4"  # the environment: one with a list of goals, or any with --no-goals
-    team: str = "self"  # self (all seats learn), scripted (one learner among scripted others), or such as 3NS1learner
+    team: str = "self"  # self (all seats learn), scripted (one learner, scripted partners), or such as 3NS1learner
     num_envs: int | None = None  # matches at a time (default: 256 on the GPU, 32 on the CPU)
     total_timesteps: int | None = None  # default: 400,000 on the GPU, 20,000 on the CPU
     eval_interval: int | None = None  # steps between greedy evaluations (default: total / 5)

@@ -24,7 +24,7 @@ class Args(TeamArgs, RunArgs):
     exp_name: str = Path(__file__).stem  # the name of this experiment
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
-    team: str = "scripted"  # scripted (one learner among scripted others), self (all learn), or such as 7qmix1omg
+    team: str = "scripted"  # scripted (one learner, scripted partners), self (all learn), or such as 7qmix1omg
     persist_hidden: bool = False  # whether the hidden state outlasts a match, while the partners stay: one long episode
     oracle: bool = False  # whether observations tell the policies of the other agents, to measure headroom
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 64 or with a team 512 on the CPU)

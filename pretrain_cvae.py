@@ -22,7 +22,7 @@ class Args(TeamArgs, CommandArgs):
     script: str = "omg_iql"  # the script whose networks are trained: omg_iql or a modified copy of it
 
     env_id: str = "3m"  # the environment: see envs.list_ids()
-    team: str = "scripted"  # scripted (one learner among scripted others), or such as 7qmix1omg
+    team: str = "scripted"  # scripted (one learner, scripted partners), or such as 7qmix1omg
     persist_hidden: bool = False  # whether the hidden state outlasts a match, while the partners stay: one long episode
     num_envs: int | None = None  # matches at a time (default: 1024 on the GPU, 512 on the CPU)
 
